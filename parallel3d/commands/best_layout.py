@@ -29,9 +29,9 @@ from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment | None) -> Config:
     """Returns `config` with the best layout for a launcher's ranks, or for those of this host.
 
-    `place` is this rank's place under a launcher; None without one. Rank 0 logs the layout and the
-    reason for it. Raises UserError if the machine's speed is unknown, if no layout divides the
-    batch, or if none fits.
+    `place` is this rank's place under a launcher, or None without a launcher. Rank 0 logs the
+    layout and the reason for it. Raises UserError if the machine's speed is unknown, if no layout
+    divides the batch, or if none fits.
     """
     check_fields(config)
     keys = chosen_keys(overrides)
@@ -50,9 +50,10 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
 
 
 def _ranks_here(asked: str, least: int) -> int:
-    """Returns the number of ranks for this host: one per GPU or core, in multiples of `least`.
+    """Returns the number of ranks for this host, which is one per GPU or core.
 
-    The number is rounded down, but is at least `least`. `asked` is the value of the key `device`.
+    The number is rounded down to a multiple of `least`, but is at least `least`. `asked` is the
+    value of the key `device`.
     """
     device = choose_device(asked, 1)
     most = available_cores() if device.kind == CPU else len(device.gpus)
@@ -70,8 +71,8 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
     file = cluster.file
     if file is not None:
         machine = read(file)
-        # A launcher may have bound this rank to some of the host's cores, so that all cores count
-        # unless a quota limits all ranks together.
+        # A launcher may have bound this rank to some of the host's cores. All cores therefore
+        # count, unless a quota limits all ranks together.
         bound = os.cpu_count() == machine.made.count and available_cores() == cores()
         count = machine.made.count if bound else available_cores()
         check_device(machine, file, kind, device_name(kind), count)
@@ -95,7 +96,7 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
 
 
 def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
-    """Returns the best layout that a run would accept: its number and its configuration.
+    """Returns the number and the configuration of the best layout that a run would accept.
 
     Raises the UserError about the best layout of all if a run would accept none.
     """

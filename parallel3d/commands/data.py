@@ -98,7 +98,7 @@ VERBS = {
 
 
 def data(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d data …` line; returns its exit code.
+    """Runs one `parallel3d data …` line. Returns its exit code.
 
     Raises UserError for invalid arguments or input.
     """
@@ -124,7 +124,7 @@ def _run(name: str, given: Mapping[str, str], _: list[str]) -> int:
 
 
 def share(key: str, text: str) -> float:
-    """Returns the number from 0 to 1 that `text`, the value of `key`, gives.
+    """Parses `text`, the value of `key`, as a number from 0 to 1.
 
     Raises UserError for any other text.
     """
@@ -148,7 +148,7 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int, str], None]]
     `what` names the work. Yields a function to be called with the number of bytes done, which
     includes those of earlier starts, and a text to show.
     """
-    # These slow imports are here because help needs neither.
+    # These imports are slow, and the help does not need them.
     from rich.progress import Progress, TextColumn, TransferSpeedColumn
 
     from parallel3d.metrics.screen import make_console
@@ -186,10 +186,10 @@ def tokenize_corpus(
     bad: float,
     add_bos: bool,
 ) -> int:
-    """Makes or continues a corpus and prints a summary; returns the exit code, 0.
+    """Makes or continues a corpus and prints a summary. Returns the exit code, 0.
 
-    The arguments are those of `parallel3d data tokenize`; `kind` is its `format`, None if the names
-    of the files tell it. Raises UserError for invalid input.
+    The arguments are those of `parallel3d data tokenize`. `kind` is its `format`, or None if the
+    names of the files tell the format. Raises UserError for invalid input.
     """
     if not to.name or to.suffix in (".bin", ".idx"):
         raise UserError(
@@ -224,10 +224,10 @@ def tokenize_corpus(
 
 
 def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
-    """Returns notices about the tokenizer of a corpus; [] for bytes.
+    """Returns notices about the tokenizer of a corpus, or [] for bytes.
 
-    They tell in what it may be wrong, how it differs from transformers, and whether documents begin
-    with its first tokens.
+    The notices tell where the tokenizer may be wrong, how it differs from transformers, and whether
+    documents begin with the tokens that it puts before every text.
     """
     tokenizer = open_tokenizer(tokenizer_beside(to, facts), "tokenizer")
     if not isinstance(tokenizer, FileTokenizer):
@@ -254,10 +254,10 @@ def _so_far(done: JournalEntry) -> str:
 
 
 def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path) -> int:
-    """Trains a tokenizer and writes it to a file or a folder; returns the exit code, 0.
+    """Trains a tokenizer and writes it to a file or a folder. Returns the exit code, 0.
 
-    The arguments are those of `parallel3d data train-tokenizer`; `kind` is its `format`, None if
-    the names of the files tell it. Raises UserError for invalid input.
+    The arguments are those of `parallel3d data train-tokenizer`. `kind` is its `format`, or None if
+    the names of the files tell the format. Raises UserError for invalid input.
     """
     if os.path.lexists(to):
         raise UserError(f"to={shown(str(to))} exists and is never overwritten: choose another path")
@@ -291,8 +291,9 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
 def show(prefix: str, given: str | None, documents: int) -> int:
     """Prints facts about the corpus at `prefix` and its first documents, and verifies it.
 
-    `given` names a tokenizer to decode it; None: the one next to the corpus. Returns the exit code:
-    1 if the corpus is damaged, else 0. Raises UserError if it is no corpus.
+    `given` names the tokenizer that decodes the corpus, or is None for the tokenizer next to it.
+    Returns the exit code, which is 1 if the corpus is damaged, or else 0. Raises UserError if there
+    is no corpus.
     """
     corpus, facts = IndexedCorpus(prefix), facts_beside(prefix)
     tokenizer = _tokenizer(prefix, given, facts)

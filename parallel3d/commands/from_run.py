@@ -40,9 +40,9 @@ MAY_BE_SET = {
 
 
 def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns the overrides without prompt=…, and the prompt; None if it is not given.
+    """Returns the overrides without prompt=…, and the prompt or, if it is not given, None.
 
-    The prompt is taken out because Hydra would strip its blanks. The last one counts.
+    The prompt is taken out because Hydra would strip its blanks. The last prompt=… counts.
     """
     prompts = [word.removeprefix("prompt=") for word in arguments if word.startswith("prompt=")]
     rest = [word for word in arguments if not word.startswith("prompt=")]
@@ -58,8 +58,8 @@ def config_from_run(
         app: the subcommand.
         config: the configuration from the command line.
         overrides: the overrides of the command line.
-        world_size: number of ranks that a launcher started; None without a launcher. For EVAL, dp
-            takes the ranks that the other dimensions leave, unless dp is given.
+        world_size: number of ranks that a launcher started, or None without a launcher. For EVAL,
+            dp takes the ranks that the other dimensions leave, unless dp is given.
 
     Raises:
         UserError: if there is no such run or checkpoint, if an override sets a key that comes from
@@ -100,7 +100,7 @@ def _check_rows(keys: EvalConfig) -> None:
 
 
 def run_on_checkpoint(app: str, config: CommandConfig) -> int:
-    """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
+    """Runs `app` on a checkpoint of a run, on all ranks of the layout. Returns the exit code."""
     device = choose_device(config.device, config.world_size)
     check_numerics(device.kind, config.precision.name, os.environ)
     # Reports of failures go to a temporary folder, so that nothing is added to the run's.
@@ -117,7 +117,7 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
 def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> CommandConfig:
     """Returns `config`, checked, with the model and the tokenizer of the run.
 
-    `world_size` is the number of ranks that a launcher started; None without a launcher. Raises
+    `world_size` is the number of ranks that a launcher started, or None without a launcher. Raises
     UserError if there is no such run, or if its model does not fit the other keys.
     """
     run = _config_there(app, config.runs_dir, config.run)

@@ -1,7 +1,7 @@
 """Generates text from a checkpoint of a run, on every rank of `parallel3d generate`.
 
-All layouts draw the same tokens, because their logits agree up to rounding, and one rank draws for
-all others in fp64, from random numbers that depend only on the seed.
+All layouts draw the same tokens, because their logits agree up to rounding, and one rank draws in
+fp64 for all other ranks, from random numbers that depend only on the seed.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ def generate(config: CommandConfig, worker: Worker) -> None:
 def load_newest(
     run_dir: Path, keys: GenerateConfig | EvalConfig, stage: Stage, groups: ProcessGroups
 ) -> Manifest:
-    """Fills `stage` from the newest intact checkpoint, or from that of `keys.step`; collective.
+    """Fills `stage` from the newest intact checkpoint, or from that of `keys.step`.
 
-    Returns the manifest of the checkpoint. Raises UserError if there is none.
+    Returns the manifest of the checkpoint. Raises UserError if no checkpoint is intact. The call is
+    collective.
     """
     state = state_of(stage, keys.weights)
     folders = checkpoints_of(run_dir, keys)
@@ -127,7 +128,7 @@ def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:
 
 
 class TokenSampler:
-    """Draws tokens from logits; the n-th draw depends only on the seed and on n."""
+    """Draws tokens from logits, the n-th by a random number that the seed and n determine."""
 
     def __init__(self, settings: GenerateConfig, seed: int) -> None:
         self.settings = settings
@@ -138,7 +139,7 @@ class TokenSampler:
 
         `logits` has shape (tokens,). The result is the first token whose cumulative probability, in
         fp64, exceeds a uniform random number. Logits that differ only by rounding therefore give
-        the same token, unless the number falls between their cumulative probabilities.
+        the same token, unless the random number falls between their cumulative probabilities.
         """
         wide = logits.to("cpu", torch.float64)
         number = torch.rand((), dtype=torch.float64, generator=self.stream)

@@ -1,6 +1,6 @@
 """Starts a new run from the weights of another run or of a Hugging Face folder (`init_from`).
 
-The source determines the model and the tokenizer, so that neither need be given. Nothing is
+The source determines the model and the tokenizer, so neither needs to be given. Nothing is
 unpickled.
 """
 
@@ -59,11 +59,11 @@ class Source:
         name: the value of `init_from`, with the step if it is a run.
         folder: the checkpoint's folder, or the Hugging Face folder.
         model: the source's model.
-        positions: the largest `seq_length` that the source allows; None: any.
-        tokenizer: name or path of the source's tokenizer; None: the source has bytes as tokens if
-            `has_bytes`, else its tokenizer is unknown.
-        manifest: the checkpoint's manifest; None for a Hugging Face folder.
-        hf: the content of config.json in a Hugging Face folder; None for a checkpoint.
+        positions: the largest `seq_length` that the source allows, or None if any is allowed.
+        tokenizer: name or path of the source's tokenizer. None means that the source's tokens are
+            bytes if `has_bytes`, or else that its tokenizer is unknown.
+        manifest: the checkpoint's manifest, or None for a Hugging Face folder.
+        hf: the content of config.json in a Hugging Face folder, or None for a checkpoint.
         has_bytes: whether the source's tokens are bytes.
     """
 
@@ -206,7 +206,7 @@ def model_from(
         wanted: the configured model.
         is_given: tells whether a key, such as model.seq_length, was given.
         where: the source's name, for errors.
-        positions: the largest allowed seq_length; None: any.
+        positions: the largest allowed seq_length, or None if any is allowed.
 
     Raises:
         UserError: if a given key contradicts the source, or if seq_length exceeds `positions`.
@@ -254,7 +254,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
         _check_optimizer(source.title, changes(_trained_with(source), config))
     data = config.data
     words = ""
-    if data.tokenizer is None:  # data=chat, too, leaves the tokenizer to the source
+    if data.tokenizer is None:  # the source gives the tokenizer, also with data=chat
         data = dataclasses.replace(data, tokenizer=source.tokenizer)
         words = "" if data.tokenizer is None else f", tokenizer {data.tokenizer}"
     elif source.tokenizer is not None or source.has_bytes:
@@ -295,7 +295,7 @@ def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
 
 
 def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
-    """Fills a trainer at step 0 with the weights of `init_from`; returns their source.
+    """Fills a trainer at step 0 with the weights of `init_from`, and returns their source.
 
     The call is collective. Each rank reads its own chunks of a checkpoint, or the whole tensors of
     its stages from a Hugging Face folder. With `init_optimizer`, the state of the optimizer is read

@@ -1,8 +1,8 @@
 """Finds the ten best layouts of a model on a cluster, as a table and a page (`parallel3d plan`).
 
 Keys of a layout (LAYOUT) that the command line gives are fixed, and all others are searched. The
-memory of a layout is an upper bound; dry runs replace it in the best `plan.confirm` rows. Only dry
-runs need torch.
+memory of a layout is an upper bound, which dry runs replace by their peak in the best
+`plan.confirm` rows. Only dry runs need torch.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Plan:
         gpus: number of GPUs, or of ranks on a measured machine.
         reserve_gb: memory of a GPU that must stay free, in 1e9 bytes.
         played: facts about memory from dry runs (`find_memory`), by layout and index along pp.
-        unplayed: a sentence on why fewer dry runs than requested were made; "" if all were made.
+        unplayed: a sentence on why fewer dry runs than requested were made, or "" if all were.
         load: tokens of the experts on the fullest rank, divided by the mean over ranks.
     """
 
@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def columns(self) -> list[str]:
-        """The fields of `LayoutChoice` that the table shows; ep only if the model has experts."""
+        """The fields of `LayoutChoice` that the table shows, without ep if there are no experts."""
         return [name for name in LAYOUT if name != "ep" or self.config.model.num_experts]
 
     @property
@@ -208,8 +208,8 @@ class Plan:
     def cells(self) -> list[list[str]]:
         """Returns the rows of the table under `head`.
 
-        A time has the range for a GPU, network or engine to which prices were not fitted, because
-        no published run used parallel3d. The times of a measured machine have no range.
+        Beside a time stands its range for a GPU, network or engine to which prices were not fitted,
+        because no published run used parallel3d. The times of a measured machine have no range.
         """
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
@@ -229,7 +229,7 @@ class Plan:
         return DRY_RUN if index in self.played else BOUND
 
     def caution(self) -> str:
-        """Returns caveats about the memory and the times; "" if both are confirmed and measured."""
+        """Returns caveats about the memory and the times, or "" if there are none."""
         file = self.config.cluster.file
         if file:
             said = scaled(read(file), file, self.config.model)
@@ -247,7 +247,7 @@ class Plan:
         return memory_of(self.config, choice, self.load) - memory_of(self.config, choice)
 
     def loads(self) -> str:
-        """Returns a sentence on the largest load with which the first row fits; "" with ep=1."""
+        """Returns a sentence on the largest load with which the first row fits, or "" with ep=1."""
         first = self.rows[0]
         choice, config = self.priced.choices[first], self.config
         if choice.ep == 1:
@@ -287,7 +287,7 @@ class Plan:
 
 
 def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
-    """Formats a layout as overrides, without keys that have their default; `sp` adds sp=true."""
+    """Formats a layout as overrides, without some keys at their defaults; `sp` adds sp=true."""
     keys = ["tp", "pp", "dp", "micro_batch_size"]
     if choice.pp > 1:
         keys.append("schedule")
@@ -301,13 +301,15 @@ def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
 
 
 def without_overlap(config: Config, choice: LayoutChoice) -> str:
-    """Returns the override that a layout needs if `moe.overlap`, which was given, cannot be used in
-    it; else ""."""
+    """Returns the override that switches `moe.overlap` off, or "" if the layout does not need it.
+
+    A layout needs it if moe.overlap=true was given but cannot be used in the layout.
+    """
     return " moe.overlap=false" if config.moe.overlap and not can_overlap(choice) else ""
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Formats the numbers of all and of active parameters in brackets; "" without experts."""
+    """Formats the numbers of all and of active parameters in brackets, or "" without experts."""
     if not model.num_experts:
         return ""
     counts = parameter_count(model), active_parameter_count(model)
@@ -350,7 +352,7 @@ TIMES = {
 def write_page(plan: Plan, file: str, assumed: Sequence[str], said: str = "") -> None:
     """Writes the plan as one HTML page.
 
-    `assumed` has the assumed overrides, and `said` is a notice for the top of the page; "": none.
+    `assumed` has the assumed overrides, and `said` is a notice for the top of the page or "".
     Raises UserError if the page cannot be written.
     """
     title = escape(plan.title)
@@ -479,7 +481,7 @@ _STILL = 0.98
 
 
 def plan(config: CommandConfig, typed: Sequence[str]) -> int:
-    """Prints the plan and writes its page, if requested; returns the exit code, 0.
+    """Prints the plan and, if requested, writes its page. Returns the exit code, 0.
 
     `typed` has the overrides of the command line. Raises UserError for an impossible request.
     """
@@ -515,7 +517,7 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
 
 
 def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
-    """Returns a sentence if the batch size was not given and is small for so many GPUs, else "".
+    """Returns a sentence if the batch size was not given and is small for so many GPUs, or else "".
 
     The proposed batch size fills pipelines of any number of stages on these GPUs.
     """
@@ -552,8 +554,8 @@ def searched(
 ) -> Plan:
     """Returns all layouts of `ranks` ranks, priced by datasheets or by the cluster's measured file.
 
-    A model with experts has several times as many layouts as another one, so that memory is
-    calculated only for the fastest of them.
+    A model with experts has several times as many layouts as a model without, so memory is
+    calculated only for the fastest layouts.
 
     Args:
         config: the configuration.
@@ -604,7 +606,7 @@ def searched(
 def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
     """Returns the layouts whose cp suits the style of context parallelism and the model.
 
-    Raises UserError if none does.
+    Raises UserError if no layout has such a cp.
     """
     refused: dict[tuple[int, int], UserError] = {}
     for tp, cp in dict.fromkeys((c.tp, c.cp) for c in choices):
@@ -741,7 +743,7 @@ def no_layout(config: Config, gpus: int, fixed: Fixed) -> str:
 def fits_nowhere(found: Plan, fixed: Fixed) -> str:
     """Returns the error message for a model that fits no layout.
 
-    It names the missing memory and the nearest remedy.
+    The message names the missing memory and the nearest remedy.
     """
     config, memory = found.config, float(found.sizes["memory_bytes"])
     least = int(np.nanargmin(found.priced.memory))
@@ -795,7 +797,7 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
     """Returns the end of the message of `fits_nowhere` for a measured machine.
 
-    It names the largest number of layers that fits.
+    The words name the largest number of layers that fits.
     """
     machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):

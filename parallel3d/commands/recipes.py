@@ -61,7 +61,7 @@ INIT_VERBS = {
 
 
 def recipes(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d recipes …` line; returns its exit code.
+    """Runs one `parallel3d recipes …` line. Returns its exit code.
 
     Raises UserError for invalid arguments, and for a file that exists.
     """
@@ -114,7 +114,7 @@ def table() -> list[str]:
 
 
 def init(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d init …` line; returns its exit code.
+    """Runs one `parallel3d init …` line. Returns its exit code.
 
     Raises UserError for invalid arguments, and for a file that exists.
     """

@@ -57,7 +57,7 @@ class Shown:
 
 
 def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
-    """Prints the timeline and the table, and writes the requested files; returns the exit code, 0.
+    """Prints the timeline and the table, and writes the requested files. Returns the exit code, 0.
 
     Raises UserError for an impossible configuration, and for a file that must not be overwritten.
     """
@@ -175,14 +175,14 @@ def _table(found: Shown) -> list[str]:
 
 
 def row_name(row: ScheduleChoice) -> str:
-    """Returns the name of a row; a row of auto also names the schedule that auto chose."""
+    """Returns the name of a row, which for auto also names the schedule that auto chose."""
     if not row.why:
         return row.schedule.name
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"
 
 
 def facts(keys: ScheduleConfig, found: Shown, pp: int, vpp: int) -> dict[str, Any]:
-    """Returns the table as plain data for JSON; `schedules` has an entry for each row."""
+    """Returns the table as plain data for JSON, with an entry of `schedules` for each row."""
     return {
         "made_by": MADE_BY,
         "pp": pp,

@@ -15,8 +15,9 @@ from parallel3d.topology.report import MADE_BY, facts_of, make_report, picture_o
 def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
     """Prints the groups with their prices and warnings, and writes the requested files.
 
-    `typed` has the overrides of the command line, whose keys count as the user's choices; if it is
-    None, all keys do. Returns the exit code, 0. Raises UserError for an impossible configuration.
+    `typed` has the overrides of the command line, whose keys count as the user's choices. If it is
+    None, all keys count as such. Returns the exit code, 0. Raises UserError for an impossible
+    configuration.
     """
     svg, json_file = config.topology.svg, config.topology.json
     check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)

@@ -41,8 +41,8 @@ from parallel3d.trainer import Trainer
 def train(config: Config, worker: Worker) -> None:
     """Trains until `config.train_steps` steps are done, or resumes a run that has checkpoints.
 
-    It needs a checked configuration and an initialised torch.distributed. A run resumes from its
-    newest intact checkpoint. Rank 0 writes `metrics.jsonl`, `summary.json` and, with
+    The function needs a checked configuration and an initialised torch.distributed. A run resumes
+    from its newest intact checkpoint. Rank 0 writes `metrics.jsonl`, `summary.json` and, with
     `train.save_weights`, `weights-initial.safetensors` and `weights-final.safetensors` into the run
     directory.
 
@@ -118,7 +118,7 @@ def choose_style(config: Config, worker: Worker) -> Config:
 
 
 def typed_length(train: TrainConfig) -> str:
-    """Returns which key gives the length of the run: epochs, tokens or steps."""
+    """Returns the name of the key that gives the run's length: epochs, tokens or steps."""
     given = (key for key in ("epochs", "tokens") if getattr(train, key) is not None)
     return next(given, "steps")
 
@@ -128,7 +128,7 @@ def take_initial_weights(
 ) -> dict[str, str]:
     """Loads the weights of `init_from`, unless a checkpoint of the run was restored.
 
-    Returns an entry for the header that names the source; {} if nothing was loaded. Raises
+    Returns an entry for the header that names the source, or {} if nothing was loaded. Raises
     UserError if the learning-rate schedule does not fit the number of steps, which is known only
     after the data was opened.
     """
@@ -167,9 +167,9 @@ def is_over(trainer: Trainer, worker: Worker, first_step: int, length_key: str) 
 def run(
     trainer: Trainer, worker: Worker, checkpoints: Checkpoints, facts: Mapping[str, str]
 ) -> bool:
-    """Runs the remaining steps and saves the results; `facts` has further lines of the header.
+    """Runs the remaining steps and saves the results.
 
-    Returns whether the last checkpoint was written.
+    `facts` has further lines of the header. Returns whether the last checkpoint was written.
     """
     watchdog, first = worker.watchdog, trainer.steps_done + 1
     assert watchdog is not None
@@ -204,7 +204,7 @@ def run(
 
 
 def record_totals(trainer: Trainer, recorder: Recorder | None) -> None:
-    """Records where the time of steps went and the peak memory of every rank; collective."""
+    """Records the time of steps by part and every rank's peak memory. The call is collective."""
     times = trainer.step_times()
     peaks = all_gather_json(
         peak_memory(trainer.device), trainer.groups.world.handle, trainer.device

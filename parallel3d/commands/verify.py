@@ -7,9 +7,9 @@ and in the run's own precision. Both SGD and AdamW are used, because Adam hides 
 scale.
 
 If the model has experts, the routers' choices are compared as well. In precisions below fp64,
-rounding decides between close scores, so the layout runs twice: once freely, where differing
-choices are counted and the loss is checked only coarsely; and once with the choices of the single
-process, where the usual bounds hold.
+rounding decides between close scores, so the layout runs twice. In the first run it chooses
+freely, differing choices are counted, and the loss is checked only coarsely. In the second run it
+uses the choices of the single process, and the usual bounds hold.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from parallel3d.trainer import StepResult, Trainer
 class Tolerance(NamedTuple):
     """The largest allowed relative differences of losses, gradient norms and parameters.
 
-    Differences of parameters are relative to their scale (see `differences`); if `weights` is None,
-    they are reported but not checked.
+    Differences of parameters are relative to their scale (see `differences`). If `weights` is None,
+    these differences are reported but not checked.
     """
 
     loss: float
@@ -93,12 +93,12 @@ class Comparison(NamedTuple):
     Attributes:
         precision: the compute precision of both.
         optimizer: the optimizer of both.
-        step: the number of the step, from 1; 0 for the comparison before the first step.
+        step: the number of the step, from 1, or 0 for the comparison before the first step.
         layout: the losses and norms under the layout.
         single: the losses and norms of the single process.
         worst: the shard that differs most.
-        failure: a sentence on the differences beyond the tolerance; None if there are none.
-        flips: the differences between the choices of experts; None without experts.
+        failure: a sentence on the differences beyond the tolerance, or None if there are none.
+        flips: the differences between the choices of experts, or None without experts.
         replays: whether the layout used the choices of the single process.
         is_undecided: whether `failure` reports only a choice of experts that rounding decides.
     """
@@ -127,12 +127,12 @@ class Variant(NamedTuple):
 
 
 def verify_command(config: CommandConfig, worker: Worker) -> int:
-    """Runs `parallel3d verify` on every rank; returns the exit code. The call is collective."""
+    """Runs `parallel3d verify` on every rank. Returns the exit code. The call is collective."""
     return verify(config, worker, config.verify.steps)
 
 
 def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) -> int:
-    """Compares every variant for `steps` steps; collective.
+    """Compares every variant for `steps` steps. The call is collective.
 
     Returns 1 on rank 0 if the layout changes the model or a comparison is undecided, else 0.
     """
@@ -241,7 +241,7 @@ def compare(
 ) -> Iterator[Comparison]:
     """Trains under the layout and, on rank 0, in a single process, until the first failure.
 
-    Yields a comparison after each step, on rank 0 only; collective.
+    Yields a comparison after each step, on rank 0 only. The generator is collective.
     """
     config, tolerance, replays = variant
     trainer = Trainer(config, groups, device, corpus)
@@ -252,7 +252,7 @@ def compare(
         expected = result = StepResult(0, 0.0, 0.0, 0.0, 0)
         found_flips = None
         if step:
-            theirs = _watched(trainer)  # on other ranks it receives the choices of rank 0
+            theirs = _watched(trainer)  # on other ranks, this record receives the choices of rank 0
             if single is not None:
                 theirs = _watched(single)
                 expected = single.train_step()
@@ -307,8 +307,8 @@ def _watched(trainer: Trainer) -> Choices | None:
 def _undecided(step: int, found: Flips) -> str | None:
     """Returns a sentence if the first differing choice in fp64 is between nearly equal scores.
 
-    Returns None if no choice differs, or if the scores of the first one differ by more than
-    rounding.
+    Returns None if no choice differs, or if the scores of the first differing choice are further
+    apart than UNDECIDED.
     """
     if found.first is None or found.first[3] >= UNDECIDED:
         return None
@@ -337,7 +337,7 @@ def differences(
 ) -> list[ShardDifference]:
     """Compares every shard of every rank with the tensor of the single process.
 
-    A difference is divided by the parameter's scale; NaN counts as infinite. The scale is the
+    A difference is divided by the parameter's scale, and NaN counts as infinite. The scale is the
     parameter's largest magnitude, but at least the standard deviation of initial weights, because
     the bias of the keys has no gradient (softmax cancels it) and holds only rounding noise. The
     result is sorted by the order of the model's parameters, then by rank.

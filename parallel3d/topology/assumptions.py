@@ -33,8 +33,8 @@ def chosen_keys(typed: Sequence[str]) -> set[str]:
 def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, list[str]]:
     """Returns the configuration with a model and a micro-batch size, and what was assumed.
 
-    The assumptions are overrides. `typed` are the overrides of the command line. If they choose an experiment or a model, nothing
-    is assumed.
+    The assumptions are overrides. `typed` are the overrides of the command line. If they choose an
+    experiment or a model, nothing is assumed.
     """
     keys = chosen_keys(typed)
     if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):

@@ -109,7 +109,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Formats a size in whole GiB, MiB or KiB, such as `4 MiB`, or else in bytes; "" for zero."""
+    """Formats a size in whole GiB, MiB or KiB, such as `4 MiB`, or else in bytes, and 0 as ""."""
     if nbytes == 0:
         return ""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -119,7 +119,7 @@ def size(nbytes: int) -> str:
 
 
 def bench_comm(config: CommandConfig, worker: Worker) -> int:
-    """Measures, prints the results and writes `bench.json`; collective.
+    """Measures, prints the results and writes `bench.json`. The call is collective.
 
     Returns the exit code, which is 0 even if something is slow. Raises WrongResult if a collective
     gives a wrong number.
@@ -200,7 +200,7 @@ FITTED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 class MeasuredOperation:
     """One measured operation on `n` ranks.
 
-    `nbytes` is its size as nccl-tests counts it.
+    `nbytes` is the size of the operation as nccl-tests counts it.
     """
 
     op: str
@@ -228,7 +228,7 @@ class Fit:
     typical_factor: float
 
     def overrides(self, kind: LinkClass, rail_gb_per_s: float) -> dict[str, float]:
-        """Returns the link as keys of `cluster`; the spine's bandwidth becomes an oversubscription.
+        """Returns the link as keys of `cluster`, with the spine's bandwidth as an oversubscription.
 
         `kind` is the class of the link, and `rail_gb_per_s` is the bandwidth of a rail.
         """
@@ -245,7 +245,7 @@ class Fit:
 
 
 def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
-    """Returns the link that minimizes the squared logarithms of price over measured time.
+    """Fits a link that minimizes the sum of the squared logarithms of price over measured time.
 
     A logarithm treats prices that are too high and too low alike, at all message sizes, whereas
     relative differences would favour low prices. If larger messages take no longer, the fitted
@@ -278,7 +278,7 @@ def fits(results: list[dict]) -> dict[str, Fit]:
     """Returns a fit for each link class from the rows of collectives that training calls.
 
     The keys are the names of link classes. If a dimension has several groups, only rows in which
-    all of them work at once count. A row on training's own path replaces that of the backend.
+    all groups work at once count. A row on training's own path replaces that of the backend.
     """
     samples: dict[str, dict[tuple, MeasuredOperation]] = {}
     for row in results:

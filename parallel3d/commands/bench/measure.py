@@ -78,7 +78,7 @@ class CallCounts:
     warmup: int  # warm-up calls of every row, if time allows
     calls: int  # timed calls of every row, if time allows
     row: int = 0  # number of rows that are done
-    spent: float = 0.0  # seconds that they took
+    spent: float = 0.0  # seconds that these rows took
     cut: int = 0  # number of rows with fewer calls than requested
 
     def next(self) -> tuple[int, int]:
@@ -119,7 +119,7 @@ class BenchOperation(NamedTuple):
     """A collective operation, and the path on which it runs."""
 
     name: str  # one of `network.OPERATIONS`
-    reduction: str | None = None  # sum, avg, max or min; None: it does not reduce
+    reduction: str | None = None  # sum, avg, max or min, or None if it does not reduce
     own: bool = False  # whether training's own path (shared memory of CPU ranks) runs it
 
     @property
@@ -154,7 +154,7 @@ class Site:
 
     group: Group
     device: torch.device
-    boxes: SharedP2P | None = None  # the pipeline's shared memory; None: it is not used
+    boxes: SharedP2P | None = None  # the pipeline's shared memory, or None if it is not used
     chain: bool = False  # whether messages go from stage to stage, instead of around a ring
 
     def close(self) -> None:
@@ -168,14 +168,15 @@ class Site:
         return "gloo" if name == GLOO_ON else name
 
     def whole_bytes(self, size: int) -> int:
-        """Returns `size` rounded down to whole fp32 numbers for every rank, at least one each."""
+        """Returns `size` rounded down to equally many fp32 numbers (at least 1) for every rank."""
         unit = ITEM * self.group.size
         return max(unit, size // unit * unit)
 
     def path(self, operation: BenchOperation, size: int) -> str:
         """Returns the name of the transport that an operation uses for `size` bytes.
 
-        It is the backend or, on training's own path, `mailbox` or `shared memory`.
+        The transport is the backend or, on training's own path if the size fits, `mailbox` or
+        `shared memory`.
         """
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
@@ -192,7 +193,7 @@ class Call:
     Attributes:
         run: runs the operation.
         result: the buffer with the result, if `run` returns no tensor.
-        expected: the required result of the first `run`; None: this rank has nothing to check.
+        expected: the required result of the first `run`, or None if this rank checks nothing.
     """
 
     run: Callable[[], object]
@@ -292,7 +293,7 @@ def send_receive(sent: Tensor, to: int, received: Tensor, source: int, group: Gr
 def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
     """Prepares messages of `count` numbers from every member to the next, all at once.
 
-    Around a ring the last member sends to the first. Along a pipeline it only receives, and
+    Around a ring the last member sends to the first. Along a pipeline the last only receives, and
     messages are posted as the executor posts them.
     """
     group, device = site.group, site.device
@@ -323,10 +324,10 @@ class Where:
 
     @classmethod
     def find(cls, settings: ClusterConfig, worker: Worker, layout: Layout) -> Where:
-        """Returns the rank mapping and the gathered host names; collective over the world.
+        """Returns the rank mapping and the gathered host names.
 
         If the worker has no rank mapping, ranks are placed in order on the configured cluster.
-        Raises UserError if the cluster has too few GPUs.
+        The call is collective over the world. Raises UserError if the cluster has too few GPUs.
         """
         placement = worker.placement
         if placement is None:
@@ -374,7 +375,7 @@ class Where:
 
 
 ALONE, TOGETHER = "alone", "together"
-MOST_ALONE = 16  # maximum number of groups of a dimension that are measured alone; evenly spread
+MOST_ALONE = 16  # maximum number of groups, evenly spread, of a dimension to measure alone
 WORLD = "world"
 
 
@@ -384,7 +385,7 @@ class BenchRow(NamedTuple):
     Attributes:
         dim: the dimension, or WORLD.
         operation: the operation.
-        size: the size of the buffer in bytes; 0 for a barrier.
+        size: the size of the buffer in bytes, or 0 for a barrier.
         mode: ALONE, if the groups work one after another, or TOGETHER, if they work at once.
     """
 
@@ -471,7 +472,7 @@ def all_rows(
 
 
 def _why_no_average(site: Site) -> str | None:
-    """Returns why the backend cannot average, like gloo before torch 2.13; None if it can."""
+    """Returns why the backend cannot average, like gloo before torch 2.13, or None if it can."""
     try:
         dist.all_reduce(torch.ones(1, device=site.device), REDUCTIONS["avg"], site.group.handle)
     except (RuntimeError, ValueError) as error:  # every rank raises it before anything is sent
@@ -490,7 +491,7 @@ def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
     return [[turn * count // taken] for turn in range(taken)]
 
 
-# The path and the seconds of each call on one rank; None: the rank was not measured.
+# The path and the seconds of each call on one rank, or None if the rank was not measured.
 Timing = tuple[str, list[float]] | None
 
 
@@ -554,7 +555,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Measurement:
-    """Checks and times all rows within a time budget; all methods are collective."""
+    """Checks and times all rows within a time budget. All methods are collective."""
 
     rows: list[BenchRow]  # equal on every rank
     sites: dict[str, Site]  # the sites of this rank by dimension
@@ -563,7 +564,7 @@ class Measurement:
     calls: int  # timed calls of each row, if `budget_s` allows them
     budget_s: float  # seconds for all rows
     progress: Progress = lambda row, done, of: None
-    rows_cut: int = 0  # number of rows with fewer calls; known after `results`
+    rows_cut: int = 0  # number of rows with fewer calls than `calls`, known after `results`
 
     def __post_init__(self) -> None:
         self.ends = time.perf_counter() + self.budget_s

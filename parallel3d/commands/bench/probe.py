@@ -1,14 +1,14 @@
 """Probes pairs and groups to find slow ranks and wires, for `bench comm` and `preflight=true`.
 
 Pairs of ranks exchange messages without disturbing each other. A rank is slow if its fastest pair
-takes more than `outlier` times as long as that of the median rank. A pair is slow if it takes more
-than `outlier` times as long as the median pair, although neither of its ranks is slow. Times are
-compared within a link class.
+takes more than `outlier` times as long as the fastest pair of the median rank. A pair is slow if it
+takes more than `outlier` times as long as the median pair, although neither of its ranks is slow.
+Times are compared within a link class.
 
 Preflight probes every wire of a run before its first step. First it probes the pairs, then all
 groups of a dimension at once with an operation of training: messages between stages for pp, and
-all-reduces for other dimensions. It logs a line for each slow wire and writes preflight.json; the
-run continues.
+all-reduces for other dimensions. It logs a line for each slow wire, writes preflight.json, and
+lets the run continue.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PINGS = 5  # number of exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # pauses before the measurements that confirm a finding
 ALL_PAIRS = 8  # largest group in which all pairs are probed, not only neighbours in the ring
 GROUP_BYTES = 1 << 20  # size in bytes of an operation of a group
-GROUP_CALLS = 5  # number of its timed calls
+GROUP_CALLS = 5  # number of timed calls of this operation
 
 Pair = tuple[int, int]
 Seconds = npt.NDArray[np.float64]
@@ -128,9 +128,9 @@ def findings_in(
 ) -> list[Finding]:
     """Returns the slow ranks, and the slow pairs among the other ranks.
 
-    A rank is slow if its fastest pair is slow in every link class. If it is slow in one class only,
-    one of its wires is slow, which is found as a pair. Fewer than three ranks or pairs of a class
-    are not judged, because their median means nothing.
+    A rank is slow if its fastest pair is slow in every link class. If it is slow in some classes
+    only, one of its wires is slow, which is found as a pair. Fewer than three ranks or pairs of a
+    class are not judged, because their median means nothing.
 
     Args:
         times: (sizes, pairs) the seconds of each exchange.
@@ -188,7 +188,7 @@ def _ring(ranks: list[int]) -> list[Pair]:
 
 
 def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]:
-    """Divides the pairs into rounds, so that those of one round do not disturb each other.
+    """Divides the pairs into rounds, so that the pairs of one round do not disturb each other.
 
     `share` returns the resource that a rank needs exclusively: on CPUs the cores of its host, on
     GPUs only the rank itself.
@@ -212,9 +212,9 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) -> Seconds:
     """Returns the elementwise minimum of measurements.
 
-    As long as `judge` finds something slow in it, the measurement is repeated after a pause, at
-    most once for each of PAUSES_S; a machine that was only briefly busy is thus not reported. The
-    times must be equal on every rank, so that all ranks repeat together.
+    As long as `judge` finds something slow in this minimum, the measurement is repeated after a
+    pause, at most once for each of PAUSES_S. A machine that was only briefly busy is thus not
+    reported. The times must be equal on every rank, so that all ranks repeat together.
     """
     fastest = measure()
     for pause in PAUSES_S:
@@ -228,7 +228,7 @@ def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) 
 def probe(
     where: Where, groups: ProcessGroups, device: torch.device, outlier: float
 ) -> tuple[list[Finding], dict[Pair, list[float]]]:
-    """Probes all pairs; collective over the world.
+    """Probes all pairs. The call is collective over the world.
 
     Returns, on every rank, the findings, and the seconds of each pair for both message sizes.
 
@@ -293,9 +293,9 @@ class GroupTime:
         dim: the dimension of the group.
         ranks: the ranks of the group.
         operation: the operation.
-        nbytes: its size.
+        nbytes: the size of the operation.
         seconds: the time of the fastest call at the slowest rank.
-        priced_s: the price by the model of the cluster; None: the group uses no wire.
+        priced_s: the price by the model of the cluster, or None if a wire is missing.
     """
 
     dim: str
@@ -340,7 +340,7 @@ def preflight(
     launch: LaunchConfig,
     outlier: float,
 ) -> None:
-    """Probes pairs and groups; rank 0 logs slow wires and writes preflight.json.
+    """Probes pairs and groups, after which rank 0 logs slow wires and writes preflight.json.
 
     The call is collective over the world. `outlier` is the multiple of the median above which a
     time is slow, and `log` receives the lines.
@@ -455,7 +455,7 @@ def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
 
 
 def _by_dim(groups: list[GroupTime]) -> Iterator[tuple[float, list[tuple[GroupTime, float]]]]:
-    """Yields, for each dimension, the median ratio of time to price, and its priced groups."""
+    """Yields, for each dimension, the median ratio of time to price, and the priced groups."""
     for dim in dict.fromkeys(group.dim for group in groups):
         priced = [(g, g.priced_s) for g in groups if g.dim == dim and g.priced_s]
         if priced:

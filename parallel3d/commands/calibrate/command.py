@@ -69,7 +69,8 @@ def calibrate_config(
 def _usual(device: DeviceChoice) -> int:
     """Returns the default number of ranks, rounded down to a power of two.
 
-    This is PER_CORE ranks per core within LEAST_RANKS and MOST_RANKS on a CPU, or one rank per GPU.
+    On a CPU there are PER_CORE ranks per core, but at least LEAST_RANKS and at most MOST_RANKS. On
+    GPUs there is one rank per GPU.
     """
     per_core = min(MOST_RANKS, max(LEAST_RANKS, PER_CORE * available_cores()))
     most = per_core if device.kind == CPU else len(device.gpus)
@@ -79,8 +80,8 @@ def _usual(device: DeviceChoice) -> int:
 def written_to(config: CommandConfig) -> Path:
     """Returns the path of the file to write.
 
-    Raises UserError if it has another ending than .yaml or .yml, if its folder does not exist, or
-    if it exists and may not be overwritten.
+    Raises UserError if the file has another ending than .yaml or .yml, if its folder does not
+    exist, or if the file exists and may not be overwritten.
     """
     file = config.calibrate.file
     path = Path(file)

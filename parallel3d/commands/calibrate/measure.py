@@ -83,13 +83,16 @@ LOG_EVERY_S = 15.0  # seconds between lines of progress in the log file of a bat
 
 
 def calibrate(config: CommandConfig, worker: Worker) -> int:
-    """Measures on every rank and writes the file; collective. Returns the exit code, 0."""
+    """Measures on every rank and writes the file. Returns the exit code, 0.
+
+    The call is collective.
+    """
     device, began = torch.device(worker.device), time.perf_counter()
     set_matmul_precision(config.precision)
     tell = _teller(worker)
     numbers = memory_of(device)
     tables = collectives(config, device, tell) | slowing(config, device, tell)
-    if worker.rank == 0:  # the other ranks wait idle, so that they do not disturb it
+    if worker.rank == 0:  # the other ranks wait idle, so that they do not disturb rank 0
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
         found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell)
         made, path = provenance(config, device), written_to(config)
@@ -122,7 +125,7 @@ def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource
 def _teller(worker: Worker) -> Callable[[str], None]:
     """Returns a function that sets this rank's phase and, on rank 0, shows the progress.
 
-    A terminal shows it in place; a log file gets a line every LOG_EVERY_S.
+    On a terminal the progress is shown in place. A log file gets a line every LOG_EVERY_S seconds.
     """
     terminal, logged = sys.stderr.isatty(), -LOG_EVERY_S
 
@@ -144,8 +147,8 @@ def _teller(worker: Worker) -> Callable[[str], None]:
 def memory_of(device: torch.device) -> dict[str, float]:
     """Returns two amounts of memory in 1e9 bytes, by the names of a cluster file.
 
-    `memory_gb` is the memory of the GPU or the host; `rank_gb` is the memory of a rank without a
-    model: the context on the GPU, or the pages of the process.
+    `memory_gb` is the memory of the GPU or the host. `rank_gb` is the memory that a rank takes
+    without a model, which is the context on the GPU or the pages of the process.
     """
     if accelerator.is_accelerator(device):
         free, whole = accelerator.module(device).mem_get_info(device)
@@ -185,8 +188,8 @@ def powers_of_two(most: int) -> list[int]:
 def clock_of(device: torch.device) -> Callable[[], float]:
     """Returns the clock that times work on the device, in seconds.
 
-    On a CPU it counts the CPU time of this process, which other processes hardly affect; on an
-    accelerator it counts wall time.
+    On a CPU, the clock counts the CPU time of this process, which other processes hardly affect. On
+    an accelerator, it counts wall time.
     """
     if accelerator.is_accelerator(device):
         return time.perf_counter
@@ -215,7 +218,7 @@ BLOCKS = 4  # number of blocks of a stage, so that their weights do not fit into
 # Sizes of micro-batches; the third and fourth are measured unless the global batch is smaller.
 MICRO_BATCHES = (1, 2, 4, 16)
 TOGETHER = 2  # number of micro-batches per run of the executor
-# number of blocks of a model with experts; the models of all ep are on the device together
+# number of blocks of a model with experts, because the device holds a model for each ep at once
 FEW_BLOCKS = 2
 MOST_SIZES = 3  # maximum number of sizes of micro-batches that are measured with ep > 1
 RUN_S, MOST_RUNS = 0.4, 8  # limits of the seconds and the runs for one point in one pass
@@ -284,8 +287,8 @@ class Blocks(NamedTuple):
 class ModelPieces:
     """A pipeline on one rank: the embedding, stages of blocks, and the head.
 
-    If tp > 1, a model with experts runs under sequence parallelism beside mirrored ranks; any other
-    model has the sizes of one tensor-parallel rank and runs as if this rank were alone.
+    If tp > 1, a model with experts runs under sequence parallelism beside mirrored ranks, whereas
+    any other model has the sizes of one tensor-parallel rank and runs as if this rank were alone.
 
     Args:
         config: the configuration with the model.
@@ -395,7 +398,7 @@ class ModelPieces:
 
 
 def in_turns(models: Sequence[ModelPieces]) -> list[list[dict[str, float]]]:
-    """Returns the seconds of several runs of each model; the models take turns.
+    """Returns the seconds of several runs of each model, where the models take turns.
 
     The ratios of their times therefore do not depend on how fast the processor is at the moment.
     """
@@ -425,8 +428,8 @@ def expert_sizes(model: ModelConfig, most: int) -> list[int]:
 def lower_quartile(seconds: Iterable[float]) -> float:
     """Returns the lower quartile of the times, which is typical of an undisturbed step.
 
-    The minimum would not be typical, because the processor is unusually fast at some moments; the
-    slower half of the runs is disturbed by other processes.
+    The minimum would not be typical, because the processor is unusually fast at some moments. The
+    slower half of the runs may be disturbed by other processes.
     """
     ordered = sorted(seconds)
     return ordered[len(ordered) // 4]
@@ -504,7 +507,7 @@ def pieces(
 def runs_of_experts(
     config: CommandConfig, size: int, device: torch.device, blocks: Blocks, most: int
 ) -> dict[int, tuple[int, list[dict[str, float]]]]:
-    """Runs a pipeline of `blocks`, which have experts, for each ep; the pipelines take turns.
+    """Runs a pipeline of `blocks`, which have experts, for each ep, in turns.
 
     Returns for each ep the number of parameters and the seconds of its runs.
     """
@@ -534,12 +537,13 @@ MOST_WAIT = 3.0
 
 
 def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
-    """Measures each collective over the first 2, 4, … ranks; collective over the world.
+    """Measures each collective over the first 2, 4, … ranks.
 
-    Returns the tables by name. In tables with the suffix SHARED, ranks share cores: a waiting rank
-    sleeps, and only CPU time counts, because wall time would include the work of other ranks. In
-    the other tables each rank has its own core or GPU: a waiting rank spins, and wall time counts.
-    If there is only one rank, the tables hold a placeholder that is never used.
+    Returns the tables by name. In tables with the suffix SHARED, ranks share cores. A waiting rank
+    then sleeps, and only CPU time counts, because wall time would include the work of other ranks.
+    In the other tables each rank has its own core or GPU, a waiting rank spins, and wall time
+    counts. If there is only one rank, the tables hold a placeholder that is never used. The call is
+    collective over the world.
     """
     found: dict[str, dict[Point, float]] = {}
     world, launch, on_gpu = dist.get_world_size(), config.launch, accelerator.is_accelerator(device)
@@ -574,7 +578,7 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
             boxes.memory.close()
         groups.close()
     tables = {name: table_of(points) for name, points in found.items()}
-    for name in names:  # on one core or on GPUs, only one of both tables was measured
+    for name in names:  # on one core or on GPUs, only one of the two tables was measured
         either = tables.get(name) or tables.get(name + SHARED) or Table(((1,), (64,)), (LEAST,))
         tables = {name: either, name + SHARED: either} | tables
     return tables
@@ -594,12 +598,12 @@ def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
 
 
 def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
-    """Measures blocks on several ranks at once, and on one rank with several threads; collective.
+    """Measures blocks on several ranks at once, and on one rank with several threads.
 
-    Returns two tables of relative times: `together`, by the number of busy ranks, compares with one
-    rank alone and is at least 1; `threads`, by the number of threads, compares with one thread and
-    is at most 1. On CPUs `together` is a ratio of CPU seconds, which grow because busy ranks
-    compete for caches.
+    Returns two tables of relative times. `together` gives, by the number of busy ranks, the time
+    relative to that of one rank alone, at least 1. `threads` gives, by the number of threads, the
+    time relative to that of one thread, at most 1. On CPUs `together` is a ratio of CPU seconds,
+    which grow because busy ranks compete for caches. The call is collective.
     """
     on_gpu = accelerator.is_accelerator(device)
     run = ModelPieces(config, 1, device).run

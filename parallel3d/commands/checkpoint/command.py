@@ -104,7 +104,7 @@ VERBS = {
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d checkpoint …` line; returns its exit code.
+    """Runs one `parallel3d checkpoint …` line. Returns its exit code.
 
     Raises UserError for invalid arguments, and for checkpoints that do not allow the request.
     """
@@ -149,7 +149,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
 
 
 def _steps(given: Mapping[str, str]) -> list[int] | None:
-    """Returns the distinct steps of steps=[…], ascending; None if they are not given."""
+    """Returns the distinct steps of steps=[…], ascending, or None if they are not given."""
     if "steps" not in given:
         return None
     words = given["steps"].removeprefix("[").removesuffix("]").split(",")

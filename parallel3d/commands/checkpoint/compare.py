@@ -29,7 +29,8 @@ SHOWN = 20  # maximum number of differing tensors that are printed
 def verify(runs_dir: Path, run: str, step: int | None) -> int:
     """Verifies all checkpoints of a run, or only that of `step`.
 
-    Returns 1 if one of them is damaged or unreadable, else 0. Raises UserError if there is none.
+    Returns 1 if a checkpoint is damaged or unreadable, or else 0. Raises UserError if there is no
+    checkpoint.
     """
     if step is None:
         folders = list_checkpoints(listing.find_run(runs_dir, run))
@@ -54,8 +55,8 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
 class Difference(NamedTuple):
     """The differences between two tensors of one name.
 
-    `absolute` is the largest difference; `relative` is the same, divided by the largest magnitude
-    in either tensor.
+    `absolute` is the largest difference, and `relative` is `absolute` divided by the largest
+    magnitude in either tensor.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Difference(NamedTuple):
 def diff(runs_dir: Path, a: str, b: str) -> int:
     """Compares the tensors and the progress of two checkpoints.
 
-    `a` and `b` are names of runs, or run@step. Returns 0 if both are equal, else 1.
+    `a` and `b` are names of runs, or run@step. Returns 0 if both checkpoints are equal, or else 1.
     Raises UserError if a checkpoint is missing or damaged.
     """
     folders = [listing.folder_of(runs_dir, a), listing.folder_of(runs_dir, b)]
@@ -149,7 +150,7 @@ def _print_rest(found: Sequence[object]) -> None:
 
 
 def _print_differences(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Prints the keys whose values differ; returns whether there are none.
+    """Prints the keys whose values differ, and returns whether there are no such keys.
 
     `what` names the two mappings.
     """

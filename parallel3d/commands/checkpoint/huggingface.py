@@ -67,7 +67,7 @@ OWNER = "tokenizer"  # key in `KEPT_FILE` of the digest of the tokenizer
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
-    """Returns a run's tokenizer; None if the run was imported without one.
+    """Returns a run's tokenizer, or None if the run was imported without a tokenizer.
 
     Raises UserError if the tokenizer cannot be read.
     """
@@ -84,8 +84,8 @@ def write_kept(
 ) -> None:
     """Writes `kept`, the result of `kept_keys`, into the run's folder.
 
-    If `own` is true, the run has the tokenizer of the Hugging Face folder, or none like the folder;
-    its digest is then written as well.
+    If `own` is true, the run has the tokenizer of the Hugging Face folder, or like the folder none.
+    The digest of this tokenizer, or None, is then written as well.
     """
     about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
     write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
@@ -127,10 +127,10 @@ def _read_kept(run_dir: Path) -> dict[str, Any]:
 
 
 def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tokenizer | None:
-    """Returns the tokenizer that an import uses: `given`, else the folder's; None without one.
+    """Returns the tokenizer that an import uses: `given`, else the folder's, else None.
 
-    Raises UserError if it does not fit a vocabulary of `vocab_size` tokens, or if the given
-    tokenizer gives a token another number than the folder's.
+    Raises UserError if the tokenizer does not fit a vocabulary of `vocab_size` tokens, or if the
+    given tokenizer gives a token another number than the folder's.
     """
     found: Tokenizer
     if given is not None:
@@ -148,7 +148,7 @@ def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tok
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer in a Hugging Face folder; None without one.
+    """Returns the tokenizer in a Hugging Face folder, or None if it has none.
 
     Raises UserError if it cannot be read.
     """
@@ -177,7 +177,7 @@ TOLERANCE = 1e-4
 
 
 def why_not(model: ModelConfig) -> str | None:
-    """Returns why an import cannot be compared with transformers here; None if it can."""
+    """Returns why an import cannot be compared with transformers here, or None if it can."""
     try:
         found = version(TRANSFORMERS)
     except PackageNotFoundError:
@@ -218,8 +218,8 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
 def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tensor:
     """Returns the logits (b, s, vocab_size) that transformers computes for `tokens`.
 
-    `wrapped` tells that the folder has a vision model, whose text part is used. Raises UserError if
-    transformers fails.
+    `wrapped` tells whether the folder has a vision model, whose text part is used. Raises UserError
+    if transformers fails.
     """
     import transformers
 
@@ -286,9 +286,9 @@ def export_run(
         runs_dir: the folder of all runs.
         run: the run with the checkpoint.
         to: the folder to create.
-        step: the step of the checkpoint; None: the newest.
-        dtype: the type of the written weights; None: that of the checkpoint, fp32 or fp64.
-        weights: a key of `KINDS`: model, or ema for the average of the weights.
+        step: the step of the checkpoint, or None for the newest.
+        dtype: the type of the written weights, or None for that of the checkpoint (fp32 or fp64).
+        weights: a key of `KINDS`, which is model, or ema for the average of the weights.
 
     Raises:
         UserError: if the checkpoint is missing or damaged, or if no format can express its model.
@@ -356,15 +356,15 @@ def import_run(
     """Makes a run whose checkpoint of step 0 has the weights of a Hugging Face folder; returns 0.
 
     The optimizer state is zero, as before a first step. All names, shapes and types are checked
-    before the run's folder is made; a later failure removes this folder again.
+    before the run's folder is made. A later failure removes this folder again.
 
     Args:
         folder: the Hugging Face folder.
         run: the new run's name.
         runs_dir: the folder of all runs.
         overrides: keys of the new run's configuration.
-        prove: whether to compare the logits of the run with those of transformers; None: only if
-            that is possible on this machine.
+        prove: whether to compare the logits of the run with those of transformers. None means
+            that they are compared if that is possible on this machine.
 
     Raises:
         UserError: if the folder is incomplete or has an unknown model, if an override contradicts
@@ -380,7 +380,7 @@ def import_run(
     tensors = tensors_of(
         folder, config.model, source.kind, dtype=dtype, mtp=source.mtp, wrapped=source.wrapped
     )
-    first = next(tensors)  # the first one comes after all names, shapes and types were checked
+    first = next(tensors)  # the first tensor comes after all names, shapes and types were checked
     with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
             roles = Roles(tuple(tokenizer.prefix), tuple(sorted(tokenizer.ends)))

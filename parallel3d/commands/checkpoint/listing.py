@@ -47,9 +47,9 @@ def find_run(runs_dir: Path, run: str) -> Path:
 
 
 def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
-    """Returns the folder of a run's checkpoint at `step`; None: the newest.
+    """Returns the folder of a run's checkpoint at `step`, or of the newest if `step` is None.
 
-    Raises UserError, with the nearest step, if there is none.
+    Raises UserError, with the nearest step, if there is no such checkpoint.
     """
     run_dir = find_run(runs_dir, run)
     folders = list_checkpoints(run_dir)
@@ -93,9 +93,10 @@ def title(folder: Path) -> str:
 
 
 def list_runs(runs_dir: Path, run: str | None) -> int:
-    """Prints a row for each checkpoint of a run (None: of all runs), even if it is damaged.
+    """Prints a row for each checkpoint, even if it is damaged.
 
-    Returns the exit code, 0. Raises UserError if there is no such run.
+    The checkpoints are those of `run` or, if it is None, of all runs. Returns the exit code, 0.
+    Raises UserError if there is no such run.
     """
     runs = [find_run(runs_dir, run)] if run else [runs_dir / name for name in run_names(runs_dir)]
     rows = [row for run_dir in runs for row in _rows(run_dir)]
@@ -149,7 +150,7 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
 
 def condition(problem: Exception) -> str:
-    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may end."""
+    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may pass."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 
@@ -178,7 +179,7 @@ def layout(config: Mapping[str, Any]) -> str:
 
 
 def _losses(path: Path) -> dict[int, str]:
-    """Returns the training losses in metrics.jsonl by step; of a repeated step, the last loss."""
+    """Returns the training losses in metrics.jsonl by step, the last one of a repeated step."""
     found: dict[int, str] = {}
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -197,6 +198,6 @@ def _log_unreadable(path: Path, error: OSError) -> None:
 
 
 def table(headings: Sequence[str], rows: list[dict[str, str]], right: Sequence[str]) -> str:
-    """Formats rows under their headings; the columns in `right` are right-aligned."""
+    """Formats rows under their headings, with the columns in `right` right-aligned."""
     cells = [list(headings), *([plain(row[h]) for h in headings] for row in rows)]
     return "\n".join(aligned(cells, ["<>"[heading in right] for heading in headings]))

@@ -66,7 +66,7 @@ AT_ONCE = 1 << 25  # maximum number of elements of full tensors in memory at a t
 def new_run(config: Config) -> Iterator[Path]:
     """Makes a run's folder, which appears after the block has written its files into it.
 
-    Yields a temporary folder; see `filled_directory`. Raises OSError, and UserError if the name of
+    Yields a temporary folder (see `filled_directory`). Raises OSError, and UserError if the name of
     the run is taken or invalid.
     """
     check_run_name(config.run, config.runs_dir)
@@ -78,7 +78,7 @@ def new_run(config: Config) -> Iterator[Path]:
 
 
 def branch(runs_dir: Path, source: str, run: str) -> int:
-    """Makes a run that resumes from a checkpoint of another run; returns the exit code, 0.
+    """Makes a run that resumes from a checkpoint of another run. Returns the exit code, 0.
 
     The new run has the checkpoint with its step, its position in the data and its optimizer state,
     the configuration of the checkpoint, the tokenizer, and the metrics up to its step. The other
@@ -128,7 +128,7 @@ def _with_tokenizer(data: DataConfig, old: Path, new: Path) -> DataConfig:
 
 
 def _copy_tokenizer(old: Path, new: Path) -> None:
-    """Copies a run's own tokenizer and what an import kept, if there are any. Raises OSError."""
+    """Copies a run's own tokenizer and the files that an import kept, if any. Raises OSError."""
     if (old / FOLDER).is_dir():
         shutil.copytree(old / FOLDER, new / FOLDER)
     if (old / KEPT_FILE).is_file():
@@ -138,7 +138,7 @@ def _copy_tokenizer(old: Path, new: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Links a file, which is safe because those of a checkpoint never change.
+    """Links a file, which is safe because files of a checkpoint never change.
 
     The file is copied if the file system refuses links.
     """
@@ -149,7 +149,7 @@ def _link(source: str, target: str) -> None:
 
 
 def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None, to: str) -> int:
-    """Makes the run `to` from the mean of checkpoints of `run`; returns the exit code, 0.
+    """Makes the run `to` from the mean of checkpoints of `run`. Returns the exit code, 0.
 
     The optimizer state of the new run is zero, as before a first step. A failure removes the new
     run. `run` is not changed.
@@ -157,8 +157,8 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
     Args:
         runs_dir: the folder of all runs.
         run: the run with the checkpoints.
-        last: number of newest checkpoints; None: `steps` selects the checkpoints.
-        steps: steps of the checkpoints; None: `last` selects them.
+        last: number of newest checkpoints, or None if `steps` selects the checkpoints.
+        steps: steps of the checkpoints, or None if `last` selects the checkpoints.
         to: the new run's name.
 
     Raises:

@@ -42,9 +42,9 @@ ASSUMED_CLUSTER = "dgx_h100"
 
 
 def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
-    """Prints the report and writes the requested file; returns the exit code, 0.
+    """Prints the report and writes the requested file. Returns the exit code, 0.
 
-    `typed` has the overrides of the command line, whose keys count as the user's choices; if it is
+    `typed` has the overrides of the command line, whose keys count as the user's choices. If it is
     None, the cluster counts as chosen. Raises UserError for an impossible configuration.
     """
     wanted, options = config.dryrun.json, config.dryrun
@@ -65,8 +65,8 @@ def assumed_cluster(
 ) -> tuple[ClusterConfig, list[str]]:
     """Returns the cluster to use, and the overrides that were assumed for it.
 
-    ASSUMED_CLUSTER replaces `own` if `own` has no known GPU and the user chose no cluster; `typed`
-    has the overrides of the command line (None: the cluster counts as chosen).
+    ASSUMED_CLUSTER replaces `own` if `own` has no known GPU and the user chose no cluster. `typed`
+    has the overrides of the command line. If it is None, the cluster counts as chosen.
     """
     keys = {"cluster"} if typed is None else chosen_keys(typed)
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
@@ -78,7 +78,7 @@ def assumed_cluster(
 def find_facts(
     config: Config, rank: int | None = None, reserve_gb: float = DryrunConfig().reserve_gb
 ) -> Facts:
-    """Returns `facts_of` a rank or, if `rank` is None, of the ranks that `_ranks` chooses.
+    """Returns the facts about a rank or, if `rank` is None, about the ranks that `_ranks` chooses.
 
     `reserve_gb` is the memory of a GPU that must stay free, in 1e9 bytes. Raises UserError for an
     impossible configuration.
@@ -106,7 +106,7 @@ def find_memory(config: Config, stage: int) -> Facts:
 def _settled(config: Config) -> tuple[Config, RankMapping | None]:
     """Returns the checked configuration, and the rank mapping if groups of dp depend on it.
 
-    A context_parallel.style of auto is replaced by a style.
+    If context_parallel.style is auto, the style of the lowest price replaces it.
     """
     config = check_config(config, own_samples=True)
     # The number of steps in an epoch is unknown without data, and a dry run needs only two steps.

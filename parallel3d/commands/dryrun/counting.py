@@ -94,8 +94,8 @@ class Gpu:
             kind: a part of the step, one of PARTS.
             flops: FLOPs of the kernel.
             nbytes: bytes that it reads and writes.
-            dtype: the type of its FLOPs; "": unknown, so that the run's type is assumed.
-            head_dim: width of attention's heads; 0 for other kernels.
+            dtype: the type of its FLOPs, or "" if it is unknown and the run's type is assumed.
+            head_dim: width of attention's heads, or 0 for other kernels.
         """
         moving = nbytes / (self.bandwidth * BANDWIDTH)
         share = SHARES.get(kind, ATTENTION_NARROW if head_dim <= NARROW else ATTENTION_WIDE)
@@ -108,7 +108,7 @@ def gpu_of(cluster: ClusterConfig, precision: str, own_tflops: float | None) -> 
     Args:
         cluster: the cluster.
         precision: the run's precision.
-        own_tflops: the GPU's dense peak in that precision; None: the datasheet's.
+        own_tflops: the GPU's dense peak in that precision, or None for the datasheet's.
     """
     name, memory, bandwidth = cluster.gpu, cluster.gpu_memory_gb, cluster.gpu_memory_gb_per_s
     if name is None or memory is None or bandwidth is None:
@@ -181,8 +181,9 @@ class Counts(Counter[tuple[str, str]]):
 def _keys_seen(queries: int, keys: int, causal: bool, window: int | None) -> float:
     """Returns the mean number of keys per query with which a kernel computes.
 
-    A causal kernel skips the keys after a query; the last query is at the position of the last key.
-    With a window it also skips the keys before the window. `window` is None without a window.
+    A causal kernel skips the keys after a query. The last query is at the position of the last key.
+    With a window, the kernel also skips the keys before the window. `window` is None without a
+    window.
     """
     if window is None or window > keys:
         return keys - causal * queries / 2
@@ -225,7 +226,7 @@ class StepCounter(Observer):
         self._compare()
 
     def start(self) -> None:
-        """Starts to count a step; the peak starts again at the live memory."""
+        """Starts to count a step, with the memory that is live now as the first peak."""
         self._reset()
         self.counting = True
 
@@ -345,10 +346,10 @@ class StepCounter(Observer):
 
 
 # These rows tell from the call stack to which part of the step a kernel belongs, and which kind of
-# memory is allocated. A row has a part of a file's path, a function (None: any), the part of the
-# step, the kind of memory, and the phase. For each frame, from the innermost one on, the first
-# matching row counts; if its entry is None, the next outer frame decides. A backward pass that
-# autograd runs has no frame in these files and belongs to the blocks.
+# memory is allocated. A row has a part of a file's path, a function (None matches any), the part of
+# the step, the kind of memory, and the phase. For each frame, from the innermost one on, the first
+# matching row counts. If the entry of this row is None, the next outer frame decides. A backward
+# pass that autograd runs has no frame in these files and belongs to the blocks.
 _LOSS, _DATA_PARALLEL = "/parallel3d/tensor_parallel/loss.py", "/parallel3d/data_parallel/"
 _EXECUTOR, _FSDP = "/parallel3d/pipeline/executor.py", "/torch/distributed/fsdp/"
 _FSDP_PARAM = f"{_FSDP}_fully_shard/_fsdp_param.py"
@@ -371,7 +372,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     (_DATA_PARALLEL, "finish_step", OPTIMIZER, "buffers", "reduction of the gradients"),
     (_DATA_PARALLEL, None, OPTIMIZER, "buffers", None),
     (_FSDP_PARAM, "to_accumulated_grad_if_needed", SHARDING, "gradients", None),
-    (_FSDP_PARAM, None, SHARDING, "parameters", None),  # gathered ones
+    (_FSDP_PARAM, None, SHARDING, "parameters", None),  # gathered parameters
     (_FSDP, None, SHARDING, "buffers", None),
     ("/parallel3d/pipeline/offload.py", None, OFFLOAD, "activations", None),
     (_EXECUTOR, "_forward", OTHER, "activations", "forward"),
@@ -405,7 +406,7 @@ def _innermost(column: int) -> str | None:
 def part_of_step() -> str:
     """Returns the part of the step that is running.
 
-    It is blocks, loss, optimizer, sharding (copies by FSDP2), offload or other.
+    The part is blocks, loss, optimizer, sharding (copies by FSDP2), offload or other.
     """
     return _innermost(0) or BLOCKS
 
@@ -413,7 +414,7 @@ def part_of_step() -> str:
 def kind_of_memory() -> str:
     """Returns the kind of memory that is being allocated.
 
-    It is activations, logits or buffers, or with FSDP2 parameters or gradients.
+    The kind is activations, logits or buffers, or, with FSDP2, also parameters or gradients.
     """
     return _innermost(1) or "activations"
 
@@ -442,7 +443,7 @@ def caller() -> str:
     return "?"
 
 
-MORE = 1  # number of micro-batches to run after the pipeline is full; more do not change the peak
+MORE = 1  # number of micro-batches after the pipeline is full, which suffices to reach the peak
 
 
 class Zeros:
@@ -468,13 +469,13 @@ def dry_step(
 ) -> dict[str, Any]:
     """Builds the trainer of `rank` and returns the facts about one step.
 
-    A step before it makes allocations that happen only once.
+    An earlier step, which is not counted, makes the allocations that happen only once.
 
     Args:
         config: a checked configuration.
         rank: the rank to run.
         gpu: the GPU whose speeds price the kernels.
-        placement: the rank mapping, if the groups of dp have two levels; else None.
+        placement: the rank mapping if the groups of dp have two levels, or else None.
         memory_only: whether to return only the facts about memory, which takes at most half the
             time.
     """

@@ -1,6 +1,6 @@
 """Makes dry runs of ranks of a configuration, and collects the facts about a step.
 
-The module does not use the planner, because it verifies the planner's bounds; its caller therefore
+The module does not use the planner, because it verifies the planner's bounds. Its caller therefore
 replaces the style `auto` of context parallelism.
 """
 
@@ -45,7 +45,7 @@ def facts_of(
     Args:
         config: a checked configuration, with a style of context parallelism other than auto.
         ranks: the ranks to run.
-        placement: the rank mapping, if the groups of dp have two levels; else None.
+        placement: the rank mapping if the groups of dp have two levels, or else None.
         reserve_gb: memory of a GPU that must stay free, in 1e9 bytes.
     """
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
@@ -92,8 +92,8 @@ def facts_of(
 def step_seconds(row: Facts, times: float) -> float:
     """Returns the seconds of a step, with its bubble, if all ranks of the pipeline equal this one.
 
-    The optimizer and the zeroing of gradients run once per step, so that the bubble does not
-    stretch them. `times` is the result of `stretch`.
+    The optimizer and the zeroing of gradients run once per step, so the bubble does not stretch
+    them. `times` is the result of `stretch`.
     """
     once = row["parts"]["optimizer"]["seconds"]
     return once + (row["seconds"] - once) * times

@@ -96,7 +96,7 @@ def scores_of(
     batch_tokens: int,
     hidden_size: int,
 ) -> dict[tuple[int, int], Likelihood]:
-    """Returns the likelihoods by (row, choice), on every rank; collective."""
+    """Returns the likelihoods by (row, choice) on every rank. The call is collective."""
     mine: list[tuple[int, int, Likelihood]] = []
     for number, batch in enumerate(batches_of(requests, batch_tokens)):
         if number % groups.dp.size == groups.dp.index:
@@ -208,8 +208,8 @@ def hidden_states(
 ) -> Tensor:
     """Returns the hidden states (b, s, h) that a stage computes for `tokens` (b, s).
 
-    On the last stage they are the input of the head; every other stage also sends them to the next
-    stage. `hidden` is the model's h.
+    On the last stage, the hidden states are the input of the head. Every other stage also sends
+    them to the next stage. `hidden` is the model's h.
     """
     pp = groups.pp
     if stage.embedding is not None:

@@ -35,7 +35,7 @@ class TaskRow(NamedTuple):
         task: the row's `task`, or the file's name if the row has none.
         context: the text that precedes each continuation.
         choices: the possible continuations, or the only one.
-        answer: index of the right choice, from 0; None for a single continuation.
+        answer: index of the right choice, from 0, or None for a single continuation.
         place: the row's file and line, for error messages.
     """
 
@@ -59,7 +59,7 @@ def read_rows(path: str) -> list[TaskRow]:
 
 
 def take_rows(path: str) -> TakenRows:
-    """Reads the rows of a parquet file, or of a jsonl file, which may be compressed.
+    """Returns the rows of a parquet file, or of a jsonl file, which may be compressed.
 
     Raises UserError for the first invalid row, and for answers that seem to count from 1.
     """
@@ -108,9 +108,9 @@ def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
 
 
 def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow, bool]:
-    """Returns a row, and whether its answer was a number; adds keys that are not read to `unread`.
+    """Returns a row, and whether its answer was a number.
 
-    Raises UserError for an invalid row.
+    Adds the keys that are not read to `unread`. Raises UserError for an invalid row.
     """
     try:
         row = parse(row) if isinstance(row, bytes) else row
@@ -161,8 +161,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
     The split follows lm-evaluation-harness: blanks at the end of the context are moved to the
     continuation, both texts are tokenized together, and the context has as many tokens as when it
-    is tokenized alone. The tokenizer's prefix precedes the context; the tokens that begin a text
-    replace an empty context.
+    is tokenized alone. The tokenizer's prefix precedes the context. An empty context is replaced by
+    the tokens that begin a text.
     """
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
@@ -196,7 +196,7 @@ class Likelihood(NamedTuple):
     greedy: bool
 
     def plus(self, other: Likelihood | None) -> Likelihood:
-        """Returns the likelihood of these tokens and those of another rank; None adds no tokens."""
+        """Returns the likelihood of both together, where None adds no tokens."""
         if other is None:
             return self
         greedy = self.greedy and other.greedy
@@ -204,10 +204,9 @@ class Likelihood(NamedTuple):
 
 
 def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
-    """Returns the numbers of the likeliest choice and of the one with the highest likelihood per
-    byte.
+    """Returns the numbers of two choices: the likeliest in all, and the likeliest per byte.
 
-    Of several equal choices, the first is taken.
+    If several choices are equally likely, the first of them is taken.
     """
     sizes = [len(choice.encode("utf-8", "replace")) for choice in row.choices]
     numbers = range(len(found))
@@ -219,8 +218,8 @@ def figures_of(pairs: Iterable[tuple[TaskRow, Sequence[Likelihood]]]) -> dict[st
     """Returns the metrics of some rows: accuracies, and the likelihood and perplexity of answers.
 
     `acc` counts a single continuation as right if each of its tokens is the likeliest one.
-    `acc_norm` compares likelihoods per byte, over the rows with choices; it is None if there are
-    none. The mean log-likelihood per token and the perplexity are those of the right answers.
+    `acc_norm` compares likelihoods per byte, over the rows with choices, and is None without
+    such rows. The mean log-likelihood per token and the perplexity are those of the right answers.
     """
     rows, right, right_norm, with_choices, total, tokens = 0, 0, 0, 0, 0.0, 0
     for row, found in pairs:

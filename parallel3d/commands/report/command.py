@@ -33,7 +33,7 @@ KEYS = Verb(
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Writes the page and prints a line for each run; returns the exit code, 0.
+    """Writes the page and prints a line for each run. Returns the exit code, 0.
 
     Raises UserError for invalid arguments, a missing or damaged run, and a file that must not be
     overwritten.

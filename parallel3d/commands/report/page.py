@@ -1,6 +1,7 @@
 """Reads runs from their directories and makes an HTML page about them.
 
-Tables and bars are plain HTML; curves are embedded as data, which page.js draws in the browser.
+Tables and bars are plain HTML, whereas curves are embedded as data that page.js draws in the
+browser.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ th{white-space:nowrap} h3{font-size:15px;margin:18px 0 6px}
 class Point(NamedTuple):
     """One point of a curve.
 
-    `tokens` counts the tokens up to this step; `value` is None if the step has no value.
+    `tokens` counts the tokens up to this step, and `value` is None if the step has no value.
     """
 
     step: int
@@ -110,13 +111,13 @@ class RunRecord:
     name: str
     curves: Mapping[str, list[Point]]  # by their names in loggers, such as train/loss
     starts: list[dict[str, Any]]  # each has first_step, tokens, started, and often host and layout
-    configs: list[Config]  # of the first start, and of each later start that changed keys
+    configs: list[Config]  # those of the first start and of each later start that changed keys
     summary: Mapping[str, Any]  # summary.json; {} if the last start has not written it
     ranks: list[dict[str, Any]]  # rows of placement.json
     state: str  # "running", or how the last start ended
     goodput: Goodput | None = None  # seconds of all starts by activity; None without starts.jsonl
-    # The last step that recorded the tokens of each expert, and these counts by layer; None: no
-    # step did.
+    # The last step that recorded the tokens of each expert, and these counts by layer. None means
+    # that no step recorded them.
     experts: tuple[int, Mapping[str, list[int]]] | None = None
 
     @property
@@ -237,7 +238,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
         shown = (point.value for point in points[begin:end])
         odd = (v for v in shown if v is not None and not np.isfinite(v))
         found["odd"] += [[step, tokens, str(v)] for v in list(odd)[:1]]
-    if len(values) <= COLUMNS:  # each point is a single step, so both equal the value
+    if len(values) <= COLUMNS:  # each point is a single step, whose value both would repeat
         del found["low"], found["high"]
     return found
 
@@ -246,7 +247,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def page_of(runs: Sequence[RunRecord], mark: str) -> str:
-    """Returns the page as HTML; `mark` is the attribute that identifies pages of this command."""
+    """Returns the page as HTML, with `mark` as the attribute that identifies pages of `report`."""
     names = [escape(run.name) for run in runs]
     title = " · ".join(names)
     dots = [f"<i class='dot' style='background:{colour(i)}'></i>" for i in range(len(runs))]
@@ -392,7 +393,9 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
-        if not said:  # only some models have this part, so that its lack needs no explanation
+        if (
+            not said
+        ):  # models without experts do not have this part, so its lack needs no explanation
             missing = ""
             if not found:
                 continue
