@@ -62,7 +62,9 @@ from parallel3d.trainer import Trainer
 
 
 def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
-    """Returns the names of all checkpoints that at least one rank sees, newest first; collective.
+    """Returns the names of all checkpoints that at least one rank sees, newest first.
+
+    The call is collective over the world.
 
     Raises UserError if all of the run's checkpoints are marked as damaged: the run would start over
     although someone may still need them. Raises TrainingFailure as `read_together` does.

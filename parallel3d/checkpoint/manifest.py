@@ -147,7 +147,7 @@ class Manifest:
     def has_weights_alone(self) -> bool:
         """Returns whether the checkpoint holds no optimizer state.
 
-        Such a checkpoint has step 0. An import creates it, or an average of checkpoints.
+        Such a checkpoint has step 0. An import and an average of checkpoints create one.
         """
         return self.step == 0
 
@@ -301,11 +301,13 @@ PAUSES_S: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # seconds before each retry
 _WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)
 
 T = TypeVar("T")
-Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
+Share = Callable[[Any], list[Any]]  # gathers a value from all ranks, collectively
 
 
 def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
-    """Calls `read` on every rank, and retries on ranks that could not read; collective.
+    """Calls `read` on every rank, and retries on ranks that could not read.
+
+    The call is collective over the ranks of `share`.
 
     An error of the system on some rank (a failing file system, a node without the mount, or stale
     folder entries) does not prove that the checkpoint is damaged. All ranks then raise the same

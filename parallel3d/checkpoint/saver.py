@@ -149,7 +149,7 @@ _LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}", f".{CLAIM}.")
 def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
     """Returns the checkpoints to remove.
 
-    Only the newest `keep` stay, and those whose step is a multiple of `keep_every`.
+    The newest `keep` checkpoints stay, as do all whose step is a multiple of `keep_every`.
     """
     old = list(newest_first)[settings.keep :]
     every = settings.keep_every

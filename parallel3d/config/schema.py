@@ -128,7 +128,10 @@ class Config(
 
     @property
     def local_seq_length(self) -> int:
-        """Returns the number of a sample's tokens on a context-parallel rank, without sp."""
+        """Returns the number of a sample's tokens on a context-parallel rank.
+
+        With sp, tensor-parallel ranks split these tokens further.
+        """
         return self.padded_seq_length // self.cp
 
     @property
@@ -167,7 +170,7 @@ class Config(
 
     @property
     def budget(self) -> int | None:
-        """Returns the samples that hold `train.tokens`, or None if another key gives the length."""
+        """Returns the number of samples to read by `train.tokens`, or None if the key is null."""
         tokens = self.train.tokens
         return None if tokens is None else -(-math.ceil(tokens) // self.model.seq_length)
 

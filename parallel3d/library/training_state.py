@@ -491,7 +491,7 @@ def _rank() -> int:
 
 
 def _share(value: Any) -> list[Any]:
-    """Returns the JSON values of all ranks; collective over the world."""
+    """Returns the JSON values of all ranks. The call is collective over the world."""
     if not dist.is_initialized():
         return all_gather_json(value, None, torch.device("cpu"))
     return all_gather_json(value, dist.group.WORLD, device_of_words())
