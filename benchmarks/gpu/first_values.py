@@ -174,9 +174,12 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     of_weighed = (of_active, inner, scores, "swiglu")
     yield "weighed SwiGLU backward", Comparison(ops.weighed_backward, of_weighed)
     del inner, of_active
-    order = torch.randperm(rows, device=device).view(slots)
-    order[::5, 0] = rows  # an expert of another rank
-    yield "sum of slots", Comparison(choice.sum_of_slots, (random(rows, hidden), order))
+    here = torch.ones(slots, dtype=torch.bool, device=device)
+    here[::5, 0] = False  # an expert of another rank
+    count = int(here.sum())
+    order = torch.full(slots, count, device=device)
+    order[here] = torch.randperm(count, device=device)
+    yield "sum of slots", Comparison(choice.sum_of_slots, (random(count, hidden), order))
 
     qkv = random(batch, sequence, shapes.projected)
     angle = random(sequence, 1, shapes.head_dim // 2, dtype=torch.float32)

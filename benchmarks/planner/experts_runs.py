@@ -91,7 +91,8 @@ class Collectives(Observer):
 @contextmanager
 def numbers_of_rows(change: Callable[[int, Sequence[int]], Sequence[int]]) -> Iterator[None]:
     """Passes the numbers of rows that the host reads through `change`, with their layer."""
-    reading, inner, layers = choice._reading, MixtureOfExperts.inner, []
+    reading, inner = choice._reading, MixtureOfExperts.inner
+    layers: list[int] = []
 
     def reading_of_layer(numbers: Tensor, balanced: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         layer, read = layers[-1], reading(numbers, balanced)
