@@ -364,7 +364,7 @@ def judge(
     tolerance: Tolerance,
     grid: Layout,
 ) -> str | None:
-    """Returns a sentence on the differences beyond the tolerance; None if there are none.
+    """Returns a sentence on the differences beyond the tolerance, or None if there are none.
 
     `found` has the differences of all shards, and `grid` is the layout, which names ranks.
     """
@@ -413,7 +413,7 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
 
 
 def _captions(rows: list[Comparison]) -> list[str]:
-    """Returns lines on the differing choices of experts; [] without experts."""
+    """Returns lines on the differing choices of experts, or [] without experts."""
     found = [row.flips for row in rows if row.flips is not None]
     if not found:
         return []

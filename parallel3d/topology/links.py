@@ -365,7 +365,7 @@ def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
 
 
 def _snake_on_rails(placement: RankMapping, dim: str) -> Tiling | None:
-    """Returns the default order as a snake; None unless it keeps `dim` on its rails."""
+    """Returns the default order as a snake, or None if this does not keep `dim` on its rails."""
     cluster, layout = placement.cluster, placement.layout
     snake = orders(layout)[0].snaked(cluster.domain_gpus)
     if snake is None or layout.world_size > TRIED_RANKS:

@@ -57,7 +57,7 @@ def marks(layout: Layout, rank: int) -> dict[int, str]:
 
 
 def expert_group(layout: Layout, rank: int) -> list[int]:
-    """Returns the ranks that hold all experts together with the chosen rank; [] without ep."""
+    """Returns the ranks that hold all experts together with the chosen rank, or [] without ep."""
     return layout.group_of(rank, "ep") if layout.ep > 1 else []
 
 

@@ -45,7 +45,7 @@ class Process(NamedTuple):
 
     Attributes:
         host, local: the host's name, and the number of the process on its host.
-        address, pattern: SLURM_TOPOLOGY_ADDR and its pattern; "" if not set.
+        address, pattern: SLURM_TOPOLOGY_ADDR and its pattern, or "" if not set.
         gpu: identity of the process's GPU, or "" on a CPU or if it is unknown.
     """
 

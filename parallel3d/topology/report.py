@@ -116,7 +116,7 @@ class TopologyReport:
 
     @property
     def between_rails(self) -> BetweenRails | None:
-        """Returns an example of a message between rails; None if no two GPUs are suitable.
+        """Returns an example of a message between rails, or None if no two GPUs are suitable.
 
         The message goes from the first GPU to a GPU of another rail and domain, with the bytes that
         one pipeline stage sends to the next (1 MB without pipeline stages).
@@ -231,7 +231,7 @@ def facts_of(report: TopologyReport) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Makes a value fit for JSON.
+    """Returns a value as plain data for JSON.
 
     Converts dataclasses and named tuples to dicts, link classes to their labels, and infinity to
     None.

@@ -161,7 +161,7 @@ def bases_of(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> li
 
 
 def _usual_count(numbers: Slots) -> int:
-    """Returns the count with which most numbers occur, or the larger count on a tie."""
+    """Returns how often a number usually occurs (the mode), or the larger count on a tie."""
     sizes, times = np.unique(np.unique(numbers, return_counts=True)[1], return_counts=True)
     return int(max(zip(times, sizes, strict=True))[1])
 
@@ -220,7 +220,7 @@ def place(
 
 
 def _readable(wanted: str, layout: Layout) -> Tiling:
-    """Parses an order or a tiling; raises UserError if it is neither."""
+    """Parses an order or a tiling. Raises UserError if `wanted` is neither."""
     try:
         return Tiling.parse(wanted, layout)
     except ValueError as error:

@@ -353,10 +353,11 @@ def _beside(tokenizer: Tokenizer | None) -> dict[str, bytes]:
 def import_run(
     folder: Path, run: str, runs_dir: Path, overrides: list[str], prove: bool | None = None
 ) -> int:
-    """Makes a run whose checkpoint of step 0 has the weights of a Hugging Face folder; returns 0.
+    """Makes a run whose checkpoint of step 0 has the weights of a Hugging Face folder.
 
     The optimizer state is zero, as before a first step. All names, shapes and types are checked
-    before the run's folder is made. A later failure removes this folder again.
+    before the run's folder is made. A later failure removes this folder again. Returns the exit
+    code, 0.
 
     Args:
         folder: the Hugging Face folder.

@@ -340,7 +340,7 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
 
 
 def _length(run: RunRecord) -> int | None:
-    """Returns the step at which the last start should end; None if it is unknown."""
+    """Returns the step at which the last start should end, or None if it is unknown."""
     if run.starts and "last_step" in run.starts[-1]:
         return int(run.starts[-1]["last_step"])
     config = run.configs[-1] if run.configs else None
@@ -403,7 +403,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
 
 
 def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
-    """Returns a table of the keys whose values differ; "" if there are none."""
+    """Returns a table of the keys whose values differ, or "" if there are none."""
     trees = [values_of(config) for config in configs]
     keys = [key for key in sorted(trees[0] if trees else ()) if key not in NOT_COMPARED]
     rows = [
@@ -440,7 +440,7 @@ def _times(run: RunRecord) -> str:
 
 
 def _goodput(run: RunRecord) -> str:
-    """Returns a bar of the wall time of all starts by activity; "" if it is unknown."""
+    """Returns a bar of the wall time of all starts by activity, or "" if it is unknown."""
     if run.goodput is None or not run.goodput.wall_s:
         return ""
     seconds = {NAMES_OF_PARTS[part]: run.goodput.seconds[part] for part in PARTS}

@@ -35,8 +35,8 @@ def discover(
 
     Args:
         run: runs a command and returns its output, like `run_command`.
-        world_size: ranks that must fit; None if unknown.
-        addresses: each node's SLURM_TOPOLOGY_ADDR and pattern; None if they were not gathered.
+        world_size: number of ranks that must fit, or None if it is unknown.
+        addresses: each node's SLURM_TOPOLOGY_ADDR and pattern, or None if they were not gathered.
 
     Raises:
         UserError: if the result cannot be read, contradicts itself or does not fit.
@@ -106,7 +106,7 @@ class GpuMatrix:
         return tuple(numbers[i] for i in island)
 
     def rails(self) -> tuple[int, ...] | None:
-        """Returns the rail of each GPU's NIC; None if the matrix does not determine it.
+        """Returns the rail of each GPU's NIC, or None if the matrix does not determine it.
 
         GPUs choose in the order of their distance to the nearest NIC; among equally near NICs
         they take the least used one. The NICs in use are numbered as rails. A GPU has no nearest

@@ -287,7 +287,7 @@ def slurm_cluster(
             `gpus_per_node` is ignored.
         environ: environment of any process of the job.
         run: runs a command, here `scontrol show topology` if nothing else gives the topology.
-        addresses: each node's SLURM_TOPOLOGY_ADDR and pattern; None if they were not gathered.
+        addresses: each node's SLURM_TOPOLOGY_ADDR and pattern, or None if they were not gathered.
 
     Raises:
         UserError: if there is no job, variables contradict each other, the topology cannot be read
