@@ -78,7 +78,8 @@ def kept(
         check_owner(folder)
         found = load()
         if found is None:
-            # The folder is private, as texts may be. An existing folder keeps its permissions.
+            # The folder is private, because its texts may be private. An existing folder keeps its
+            # permissions.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _build_lock(prefix.with_suffix(".lock")) as locked:
                 found = load()  # another process may have just built it

@@ -279,7 +279,8 @@ class Reader:
         def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             return places + shifts[np.searchsorted(begins, places, "right") - 1]
 
-        # The end follows from the last character, as the next may be another piece's.
+        # The end follows from the last character, because the next character may belong to another
+        # piece.
         last = np.maximum(made.ends - 1, made.begins)
         return Placed(made.tokens, source(made.begins), source(last) + 1)
 

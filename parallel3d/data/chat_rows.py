@@ -187,7 +187,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _spelled(value: Any, kind: type, what: str) -> Any:
-    """Returns a value of type `kind`, which may be given as JSON text. Raises Refused on `what`."""
+    """Returns a value of type `kind`, which may be given as JSON text.
+
+    Raises Refused; the error calls the value `what`.
+    """
     if isinstance(value, str):
         try:
             value = parse(value)
@@ -362,7 +365,10 @@ def name_of(called: Mapping[str, Any]) -> str:
 
 
 def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
-    """Returns the system text to put before a row's messages, or None. Raises Refused."""
+    """Returns the system text to put before a row's messages.
+
+    Returns None if the row has no such text, or if its first message holds it. Raises Refused.
+    """
     given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
     for key, text in given.items():
         if not isinstance(text, str):

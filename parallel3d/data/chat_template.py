@@ -42,7 +42,7 @@ CLOCK = "strftime_now"  # a function that transformers offers to templates
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, or its several templates, which have names.
+    """The chat template of a tokenizer, or several templates by name.
 
     Attributes:
         texts: the source of each template by its name.
@@ -79,7 +79,7 @@ class ChatTemplate:
         return self.texts.get(DEFAULT, self.texts.get(WITH_TOOLS, ""))
 
     def of(self, tools: Any) -> Template:
-        """Returns the template for rows with `tools`, or without if it is None. Raises Refused."""
+        """Returns the template for rows with `tools`; None stands for no tools. Raises Refused."""
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._by_name else DEFAULT
         if name not in self._by_name:
             raise Refused(f"has no tools, but {self.named} is only for rows with tools")

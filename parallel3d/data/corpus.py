@@ -588,7 +588,10 @@ def is_remote(prefix: str) -> bool:
 def _facts(
     data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
 ) -> tuple[CorpusFacts, str | None]:
-    """Returns facts about a pair, and its tokenizer's location or None. Raises UserError."""
+    """Returns facts about a pair, and the location of its tokenizer, or None if it is not known.
+
+    Raises UserError.
+    """
     if kept is None:
         if tokenizer is None:
             raise UserError(
@@ -710,7 +713,7 @@ def check_data(
 
 
 def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
-    """Raises UserError if `vocab_size` is below `needed`, the tokenizer `name`'s vocabulary."""
+    """Raises UserError if `vocab_size` is below `needed`, the number of tokens of tokenizer `name`."""
     if needed > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "

@@ -129,7 +129,7 @@ def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
 
 
 def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bool | None:
-    """Returns whether encoding the text of `tokens` gives the same tokens; None if too few.
+    """Returns whether encoding the text of `tokens` gives the same tokens, or None for too few.
 
     `first` is the number of tokens that the tokenizer puts before every text.
     """

@@ -356,7 +356,7 @@ class Shard(NamedTuple):
     Attributes:
         sources: one input, or several with one document each.
         after: the position after the shard.
-        read: stored bytes of the inputs that were read before it, to show the progress.
+        read: stored bytes of the inputs read up to `after`, to show the progress.
         content: whole lines; b"" for files that the process reads itself.
         at: number of the first line, or of the row group.
     """

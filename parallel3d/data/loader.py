@@ -90,7 +90,7 @@ class Batches:
             stride: number of samples of all ranks in a step; above 0, a thread reads ahead.
             split: how context-parallel ranks split a sample, or None if they do not. Each rank
                 reads the whole sample and keeps its own tokens.
-            vocab_size: the limit of tokens when samples are checked, or None for no check.
+            vocab_size: the vocabulary size by which samples are checked, or None for no check.
             routes: whether the stage has experts, which must know the padding.
         """
         self.source = source

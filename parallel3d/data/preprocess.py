@@ -264,9 +264,10 @@ LOST = (
 def in_order(
     shards: Iterator[Shard], work: Callable[[Shard], Made], workers: int
 ) -> Generator[tuple[Shard, Made], None, None]:
-    """Yields each shard with its result, in order, from `workers` processes or, if 0, this one.
+    """Yields each shard with its result, in order.
 
-    Processes are spawned, because a lock held by a library's thread would stay locked after a fork.
+    `workers` processes compute the results, or this process if `workers` is 0. Processes are
+    spawned, because a lock held by a library's thread would stay locked after a fork.
     Passes on a task's UserError, and raises UserError if a process was killed.
     """
     if not workers:

@@ -59,8 +59,8 @@ class Finite(Protocol):
 class Masking(Protocol):
     """A source that tells whether a loss mask can contain False.
 
-    If none can, `Batches.token_count` reads no sample. A source that is not `Masking` is assumed
-    to have such masks.
+    If no mask can contain it, `Batches.token_count` reads no sample. A source that is not `Masking` is
+    assumed to have such masks.
     """
 
     @property
@@ -116,7 +116,11 @@ class Order:
     """Orders `count` items, epoch after epoch, each epoch in its own order."""
 
     def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
-        """Keeps the order unless `shuffle` is set; `name` makes orders of equal seed differ."""
+        """Prepares an order of `count` items for each epoch.
+
+        Items keep their order unless `shuffle` is set. `name` makes orders with the same seed
+        differ.
+        """
         self.count = count
         self._seed = seed
         self._shuffle = shuffle

@@ -360,7 +360,7 @@ def cached_text(
     """Returns the tokens of `documents` from the cache in `folder`.
 
     Each text follows the tokens `begin` and ends with an end-of-text token. With byte tokens, only
-    the latter separate texts, because the documents of the pair are blocks of a text. Raises
+    end-of-text tokens separate texts, as the documents of the pair are blocks of a text. Raises
     UserError if the folder or a document cannot be used.
     """
 

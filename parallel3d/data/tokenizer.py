@@ -189,8 +189,8 @@ class FileTokenizer:
         name: name given by the user.
         vocab_size: the largest token number + 1.
         eot: token that ends a text; `eot_text` is its spelling.
-        bos: tokens put before every text, as with Llama; empty if they are only `eot`,
-            which already ends the preceding document.
+        bos: tokens put before every text, as with Llama; empty if the only such token
+            is `eot`, which already ends the preceding document.
         prefix: tokens that the post-processor puts before a prompt with text; in a run's own
             tokenizer, the tokens that begin the run's documents.
         begin: tokens put before any prompt, even an empty one: `prefix`, or else `eot`.
@@ -506,7 +506,8 @@ class FileTokenizer:
         spelled = [self._inner.id_to_token(token) or "" for token in range(self.vocab_size)]
         decoder = json.loads(self._content).get("decoder") or {}
         kinds = {part.get("type") for part in (decoder.get("decoders") or [decoder])}
-        if "ByteLevel" in kinds:  # each byte is spelled as one of Unicode's first 324
+        if "ByteLevel" in kinds:
+            # Each byte is spelled as one of the first 324 characters of Unicode.
             is_letters = [max(map(ord, text), default=0) < 324 for text in spelled]
             found = [
                 len(text if letters else text.encode())

@@ -101,7 +101,7 @@ TIMES = (
 
 
 def version_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts of fsspec's `info` that identify a remote file's version, or {}.
+    """Returns the facts of fsspec's `info` that identify a remote file's version, {} if unknown.
 
     A weak ETag is ignored, since different contents have the same one if the server calls them
     equivalent. Times are left out next to an exact version, since they may differ between the
