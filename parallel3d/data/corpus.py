@@ -713,7 +713,7 @@ def check_data(
 
 
 def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
-    """Raises UserError if `vocab_size` is below `needed`, the number of tokens of tokenizer `name`."""
+    """Raises UserError if `vocab_size` is below `needed`, the size of tokenizer `name`."""
     if needed > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "

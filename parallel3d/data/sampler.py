@@ -59,8 +59,8 @@ class Finite(Protocol):
 class Masking(Protocol):
     """A source that tells whether a loss mask can contain False.
 
-    If no mask can contain it, `Batches.token_count` reads no sample. A source that is not `Masking` is
-    assumed to have such masks.
+    If no mask can contain False, `Batches.token_count` reads no sample. A source that is not
+    `Masking` is assumed to have such masks.
     """
 
     @property
