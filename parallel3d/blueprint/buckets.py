@@ -14,7 +14,7 @@ SHARD_ALIGNMENT = 32  # in elements, so that shards in fp32 begin at a multiple 
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Returns the size of a bucket padded to `shards` equal shards; a single shard needs none."""
+    """Returns the number of elements of a bucket, with padding if there are several shards."""
     unit = shards * SHARD_ALIGNMENT if shards > 1 else 1
     return -(-numel // unit) * unit
 
@@ -67,7 +67,10 @@ LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Returns whether Muon updates a tensor, as it does with the layers' matrices but routers."""
+    """Returns whether Muon updates a tensor.
+
+    Muon updates the matrices of the layers, except those of routers.
+    """
     return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
 
 

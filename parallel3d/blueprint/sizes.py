@@ -32,12 +32,18 @@ def splits_heads(heads: Number, kv_heads: Number, cp: Number) -> Any:
 
 
 def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """Returns how many of a stage's layers are recomputed, by default all."""
+    """Returns how many of a stage's `layers` layers are recomputed.
+
+    `given` is the key `recompute_layers`; if it is null, all layers are recomputed.
+    """
     return offloading(given, stage, layers) if given else layers
 
 
 def offloading(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """Returns how many of a stage's layers are offloaded, by default none."""
+    """Returns how many of a stage's `layers` layers are offloaded.
+
+    `given` is the key `offload_layers`; if it is null, no layers are offloaded.
+    """
     if not given:
         return 0
     return min(layers, given[0] if len(given) == 1 else given[stage])

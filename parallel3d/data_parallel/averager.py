@@ -66,9 +66,9 @@ class BackwardFlags:
     next backward begins.
 
     Attributes:
-        fault: this rank's error in the current backward; None without an error.
+        fault: this rank's error in the current backward, or None without an error.
         noted: the last backward's error on this rank, its summed flag, and an event that marks the
-            flag's arrival on the host; None after `check`.
+            flag's arrival on the host; or None if there is nothing to check.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -157,7 +157,7 @@ class GradientAverager:
         names, parameters: parameters of the module with their names, in the same order on every
             rank.
         bucket_cap_mb: size in MiB at which a bucket closes, or a list with a size for each bucket,
-            whose last entry also holds for all further buckets; None: default sizes.
+            whose last entry also holds for all further buckets, or None for the default sizes.
         as_views: whether to keep gradients in the buckets (`gradient_as_bucket_view`).
         static: whether every backward uses the same parameters, each as often as the first one did.
         measure: whether to rebuild the buckets in the order of the first backward.
@@ -226,7 +226,7 @@ class GradientAverager:
         )
         self.order = ready
         self.buckets = list(map(DDPBucket, members, self.transport.buffers))
-        self.view_of: dict[int, Tensor] = {}  # parameter → its view of its bucket
+        self.view_of: dict[int, Tensor] = {}  # parameter's index → view of its bucket
         for bucket, part in zip(self.buckets, of_buckets, strict=True):
             self.view_of |= zip(bucket.members, views_of(bucket.flat, part), strict=True)
         self.reducer = Reducer(members, self.overlap, held=1)
@@ -257,11 +257,11 @@ class GradientAverager:
             self.begin()
 
     def begin(self) -> None:
-        """Begins a backward, which ends with the outermost one, as checkpoints nest backwards."""
+        """Begins a backward, unless this backward is nested in onethat is running."""
         if self.running:
             return
         self.errors.check()
-        # Runs at the end of the outermost backward, not of one that recomputes a layer.
+        # The callback runs at the end of the outermost backward, not of a layer's recomputation.
         execution_engine.queue_callback(self._end)
         self._reset()
         silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())

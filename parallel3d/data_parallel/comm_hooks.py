@@ -21,12 +21,13 @@ from parallel3d.device.accelerator import is_on_accelerator
 class SideStream:
     """Makes a `CommHook` that runs all phases of another hook on an accelerator stream of its own.
 
-    A phase waits for the previous phase's collective, which would block the backward on the compute
-    stream. The compute stream waits once, when the step needs the sums. Buckets run in the same
-    order on every rank.
+    A phase waits for the previous phase's collective. On the compute stream, this wait would block
+    the backward. Instead, that stream waits once, when the step needs the sums. Buckets run in the
+    same order on every rank.
 
     Lifetimes: tensors that the phases allocate belong to the side stream. The bucket belongs to the
-    compute stream and must not be freed before that stream has waited, so the handle refers to it.
+    compute stream and must not be freed before that stream has waited, so the handle refers to the
+    bucket.
     """
 
     def __init__(self, hook: CommHook) -> None:
@@ -66,8 +67,8 @@ class HierarchicalAllReduce:
 
     The domains reduce-scatter and finally all-gather the bucket; in between, its shards are
     all-reduced between domains. A flat ring over several domains sends all gradients through a NIC.
-    Here each of the g members of a domain sends only 1/g of them, to members of other domains with
-    the same index, which share its rail (`estimate.network.two_level_time`).
+    Here each of the g members of a domain sends only 1/g of the gradients, to members of other
+    domains with the same index, which share its rail (`estimate.network.two_level_time`).
     """
 
     def __init__(self, inner: Group, outer: Group, bucket: GradBucket) -> None:
@@ -106,7 +107,7 @@ class InBf16:
         numel = self.tensor.numel()
         rounded = self.tensor.new_zeros(padded_numel(numel, group.size), dtype=torch.bfloat16)
         rounded[:numel] = self.tensor
-        # Gradients of all ranks for this rank's shard.
+        # `received` holds the gradients of all ranks for this rank's shard.
         self.received, self.exchanging = collectives.all_to_all_async(rounded, group)
 
     def wait(self) -> None:

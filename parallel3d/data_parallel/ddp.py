@@ -78,8 +78,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_mesh: a one-dimensional mesh, in place of `process_group`.
         check_reduction: ignored, as in PyTorch.
         init_sync: verify that the ranks' modules agree, and broadcast the first rank's values.
-        bucket_cap_mb: size in MiB at which a bucket closes. None: 1 for the first bucket, and 25
-            for the others (128 on an accelerator, 1 in shared memory).
+        bucket_cap_mb: size in MiB at which a bucket closes. The default is 1 for the first bucket
+            and 25 for the others (128 on an accelerator, 1 in shared memory).
         find_unused_parameters: look in the graph for parameters that a backward will not reach, so
             that their buckets need not wait for its end. Without it, unused parameters are not an
             error either.
@@ -269,7 +269,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets backwards inside accumulate gradients, which the next backward outside reduces."""
+        """Accumulates gradients in a `with` block; the next backward after it reduces them."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -280,9 +280,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` reduce each bucket's gradients.
 
-        Like PyTorch's hook, it gets a `GradBucket` that is neither summed nor divided, and returns
-        a future of a tensor of the same shape. A hook is registered once, before the first
-        backward.
+        Like a hook of PyTorch's class, `hook` gets a `GradBucket` whose gradients are neither
+        summed nor divided, and returns a future of a tensor of the same shape. A hook is registered
+        once, before the first backward.
 
         Raises:
             TypeError: if the hook is not callable; later, in a backward, if it returns no future.
@@ -311,11 +311,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Lets ranks have different numbers of inputs inside; all ranks end with the same model.
+        """Lets ranks have different numbers of inputs in a `with` block, after which models agree.
 
         Args:
-            divide_by_initial_world_size: divide the sums by the number of all ranks; if False, by
-                the number of ranks that still have inputs.
+            divide_by_initial_world_size: divide the sums by the number of all ranks or, if False,
+                by the number of ranks that still have inputs.
             enable: give False if all ranks have the same number of inputs.
             throw_on_early_termination: raise RuntimeError on all ranks when a rank has no more
                 inputs.
@@ -447,8 +447,8 @@ def _group_of(
     """Returns the group that `process_group` or `device_mesh` names.
 
     Raises RuntimeError, like PyTorch's class, for both a group and a mesh, and for a mesh of
-    several dimensions; TypeError if `device_ids` is not a list of devices; ValueError if this rank
-    is not in the group, or without a group if torch.distributed is not initialised.
+    several dimensions. Raises TypeError if `device_ids` is not a list of devices, and ValueError if
+    this rank is not in the group, or if there is neither a group nor torch.distributed.
     """
     if device_ids is not None and not isinstance(device_ids, (list, tuple)):
         raise TypeError(
@@ -588,7 +588,7 @@ def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
 def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> None:
     """Checks that the module can be wrapped; the ranks' modules must be known to agree.
 
-    Raises RuntimeError if no parameter requires a gradient, and ValueError for anything else.
+    Raises RuntimeError if no parameter requires a gradient, and ValueError for any other obstacle.
     """
     if not trained:
         raise RuntimeError(

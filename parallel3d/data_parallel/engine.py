@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class Bucket:
-    """A flat buffer of parameters, in the order of `params`, and one of gradients (fp32 or better).
+    """Flat buffers of parameters, in the order of `params`, and their gradients (fp32 or better).
 
     The model's parameters are views of `param`. Gradients are added to `grad`, which one collective
     reduces. The optimizer steps the slice `own` in `segments`: the whole bucket or, under ZeRO,
@@ -40,7 +40,7 @@ class Bucket:
 
     Attributes:
         data: the ranks over which `grad` is summed.
-        shards: the ranks that each step a part; this rank alone if every rank steps everything.
+        shards: the ranks that each step a part, or this rank alone if every rank steps everything.
     """
 
     index: int
@@ -72,7 +72,7 @@ def build_buckets(
     the same ranks.
 
     Args:
-        bucket_cap_mb: size in MiB at which a bucket closes; None: the default sizes.
+        bucket_cap_mb: size in MiB at which a bucket closes, or None for the default sizes.
         sharded: whether each rank steps only a shard of a bucket.
         groups_of: returns the groups over which a parameter has copies.
         first: index of the first bucket.
@@ -178,10 +178,10 @@ class BucketedDataParallel:
     """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
 
     Gradients are added in the buckets. In a step a parameter gets one gradient per micro-batch and
-    use, in the order of the pipeline schedule, and only the last one makes it ready for the
-    reduction of its bucket (Li et al. 2020, §3.2.4). The loss is already divided by the tokens of
-    the global batch, so the reduction is a plain sum. Frozen parameters are in no bucket: every
-    rank holds them whole.
+    use, in the order of the pipeline schedule. Only after the last one is the parameter ready for
+    the reduction of its bucket (Li et al. 2020, §3.2.4). The loss is already divided by the tokens
+    of the global batch, so the reduction is a plain sum. Frozen parameters are in no bucket, and
+    every rank holds them whole.
 
     Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) gradients are reduce-scattered, each rank
     steps its shard, and the parameters are gathered while the next forward begins, layer by layer.
@@ -193,9 +193,9 @@ class BucketedDataParallel:
         groups_of: returns the groups over which a parameter has copies.
         zero: the ZeRO stage, 0 or 1.
         bucket_cap_mb, overlap: as in DistributedDataParallel.
-        hook: reduces a bucket; None: a plain reduce-scatter (ZeRO) or all-reduce.
+        hook: reduces a bucket, or is None for a plain reduce-scatter (ZeRO) or all-reduce.
         values: returns the initial values of a parameter (see `build_buckets`).
-        observer: sees the gradients before they are reduced; None: there is no observer.
+        observer: sees the gradients before they are reduced, or is None if nothing needs them.
 
     Attributes:
         segments: flat shards that this rank steps.
@@ -229,7 +229,7 @@ class BucketedDataParallel:
         self.works: list[Work] = []
         self.running = False
         self.observer = observer
-        # It makes the current stream wait for all that add to a bucket, if there are several.
+        # This makes the current stream wait for the other streams that add to a bucket, if any.
         self.before_reduction: Callable[[], None] = lambda: None
         self.constants = [
             self._hold(name, p, values)
@@ -301,7 +301,7 @@ class BucketedDataParallel:
         return found
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
-        """Returns the objects that the pipeline calls for these stages: the stages themselves."""
+        """Returns the stages, because the pipeline calls the stages themselves."""
         return stages
 
     def start_step(self, microbatches: int) -> None:
@@ -365,7 +365,7 @@ class BucketedDataParallel:
         return bucket.grad[bucket.own]
 
     def all_gather_params(self) -> None:
-        """Copies the stepped masters to the parameters, and starts all-gathering other shards."""
+        """Copies the stepped masters to the parameters, and starts all-gathers of the shards."""
         for segment in self.segments:
             if segment.master is not segment.param:
                 segment.param.copy_(segment.master)

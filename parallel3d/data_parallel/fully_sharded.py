@@ -6,9 +6,9 @@ after its forward and gathered again for its backward. The other parameters, and
 under ZeRO 2, stay gathered until the step's last backward. ZeRO 2 therefore holds frozen parameters
 whole, and ZeRO 3 shards them in the compute dtype.
 
-To FSDP2, this module adds sums instead of means (the loss is already divided), one flat gradient
-buffer, the names of parameters without a gradient, and our own collectives, which are timed, logged
-and counted, and use shared memory on one host.
+This module extends FSDP2 with sums instead of means (the loss is already divided), one flat
+gradient buffer, the names of parameters without a gradient, and our own collectives, which are
+timed, logged and counted, and use shared memory on one host.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FullyShardedDataParallel:
         accum_dtype = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=accum_dtype, cast_forward_inputs=False)
         # FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce
-        # hook does it, so that this sum is timed and logged too.
+        # hook does so instead, so that this sum is timed and logged too.
         meshes = {held.shards: mesh_of(held.shards) for _, held in divided}
         self.zero = zero
         self.every_microbatch = every_microbatch
@@ -100,9 +100,9 @@ class FullyShardedDataParallel:
         for parameter in ignored:
             values = initializer.values(spec_of(parameter)) if initializer.deferred else parameter
             parameter.data = values.detach().to(dtype)
-        for module, held in divided:  # drawn and sharded one after the other
+        for module, held in divided:  # each unit is sharded before the next is drawn
             _draw_own_rows(module, initializer, held.shards, dtype, ignored)
-            # The root's parameters are needed at once in the backward, so they stay.
+            # The root's parameters are needed at once in the backward, so they stay gathered.
             frees = zero == 3 and module is not root
             fully_shard(
                 module,
@@ -246,10 +246,10 @@ class FullyShardedDataParallel:
             unit.reshard()
 
     def pre_forward(self, part: str) -> None:
-        """Does nothing: FSDP2's own pre-forward hooks gather a unit's parameters."""
+        """Does nothing, because FSDP2's own pre-forward hooks gather a unit's parameters."""
 
     def wait_for_all_gathers(self) -> None:
-        """Does nothing: sharded parameters are always complete."""
+        """Does nothing, because sharded parameters are always complete."""
 
 
 class _Chunks(nn.Module):
@@ -280,7 +280,7 @@ class _Chunk:
 
 
 def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Returns all stages' parameters by name; a shared one has its name in its first stage."""
+    """Returns all stages' parameters by name; a shared one has the name in its first stage."""
     first: dict[nn.Parameter, str] = {}
     for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
         first.setdefault(parameter, name)
@@ -290,7 +290,7 @@ def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 def _held(
     stages: Sequence[nn.Module], divided: Sequence[tuple[nn.Module, ShardGroups]]
 ) -> dict[str, ShardGroups]:
-    """Returns the ranks that hold each parameter, by name: those of its first module."""
+    """Maps the name of each parameter to the ranks of the first module that contains it."""
     found: dict[nn.Parameter, ShardGroups] = {}
     for module, held in divided:
         found |= {p: held for p in module.parameters() if p not in found}
@@ -306,7 +306,7 @@ class _Collective:
 
 
 class _AllGather(_Collective):
-    """All-gathers in place: FSDP2 has already copied this rank's shard into the output."""
+    """All-gathers in place, because FSDP2 has already copied this rank's shard to the output."""
 
     def __call__(
         self,
@@ -349,7 +349,7 @@ def _draw_own_rows(
     Frozen parameters are converted to the compute dtype `dtype`.
     """
     for parameter in unit.parameters():
-        if isinstance(parameter, DTensor) or parameter in ignored:  # parameters of a sharded unit
+        if isinstance(parameter, DTensor) or parameter in ignored:  # a DTensor is sharded already
             continue
         values = parameter.data
         if initializer.deferred:
@@ -376,7 +376,7 @@ def all_reduce_replicas(flat: Tensor, replicas: Group) -> None:
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:
-    """Returns the first row of a rank's shard as torch.chunk cuts; the last shards may be empty."""
+    """Returns the first row of a rank's shard, cut like torch.chunk; last shards may be empty."""
     return min(rows, -(-rows // ranks) * rank)
 
 

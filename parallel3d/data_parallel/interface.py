@@ -53,7 +53,7 @@ class DataParallel(Protocol):
         ...
 
     def all_gather_params(self) -> None:
-        """Makes the parameters of the next forward from the stepped masters.
+        """Updates the parameters from the stepped masters, for the next forward.
 
         The gathering may still run when this method returns.
         """

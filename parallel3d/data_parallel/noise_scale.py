@@ -3,7 +3,8 @@
 McCandlish et al. 2018 ("An Empirical Model of Large-Batch Training", arXiv:1812.06162): the squared
 norm of a gradient of B sequences is |G|² + tr(Σ)/B on average, so two batch sizes give both terms
 (appendix A.1). tr(Σ)/|G|², in sequences, is the batch at which noise and gradient are equal: far
-below it, doubling the batch halves the number of steps; far above it, it saves hardly any.
+below it, doubling the batch halves the number of steps; far above it, doubling saves hardly any
+steps.
 
 The two gradients are a replica's own gradient, before its bucket is reduced (with dp=1, the
 gradient after the first micro-batch), and the reduced one. No further forward or backward is
@@ -41,7 +42,7 @@ class Noise(NamedTuple):
     Attributes:
         scale: tr(Σ)/|G|² in sequences, from running means; None if either mean is not positive.
         trace, signal: this step's estimates of tr(Σ), for a batch of one sequence, and of |G|²;
-            their error is about as large as they are, and they can be negative.
+            the errors of these estimates are about as large as they are, and they can be negative.
     """
 
     scale: float | None
@@ -117,12 +118,12 @@ class PartialNorms:
 
 
 class NoiseScale:
-    """Estimates the noise scale from the two squared norms of a step; equal on every rank.
+    """Estimates the noise scale from the two squared norms of a step, equally on every rank.
 
     Args:
         batch: number of sequences in a step.
         parts: number of replicas, or of micro-batches with dp=1.
-        norms: source of the squared norms; None: nothing is measured.
+        norms: source of the squared norms, or None if nothing is measured.
 
     Attributes:
         last: estimates after the last step with finite gradients; None before such a step.
@@ -132,9 +133,9 @@ class NoiseScale:
         self.batch = batch
         self.parts = parts
         self.norms = norms
-        # Running means of both estimates, each divided by the squared norm of its step: otherwise
-        # the first steps, with ten times larger gradients, would outweigh the next hundred. Both
-        # start at zero, which does not change their quotient.
+        # Running means of both estimates, each divided by the squared norm of its step, because
+        # otherwise the first steps, with ten times larger gradients, would outweigh the next
+        # hundred. Both means start at zero, which does not change their quotient.
         self.trace = self.signal = 0.0
         self.last: Noise | None = None
 
@@ -146,9 +147,10 @@ class NoiseScale:
         """Updates the estimates after a step.
 
         Args:
-            squares: sums over all ranks. First, Σ over the replicas of the squared norms of their
-                gradients, or of the first micro-batch's gradient; second, the squared norm of the
-                whole batch's gradient. Each gradient is divided by the tokens of the global batch.
+            squares: two sums over all ranks. The first is Σ over the replicas of the squared norms
+                of their gradients or, with dp=1, the squared norm of the first micro-batch's
+                gradient. The second is the squared norm of the whole batch's gradient. Each
+                gradient is divided by the tokens of the global batch.
             loss_scale: factor by which the loss, and so every gradient, was multiplied.
         """
         if self.norms is None or not math.isfinite(sum(squares)) or squares[1] == 0:

@@ -42,7 +42,7 @@ class Reducer:
         self.begin([0] * len(self.bucket_of))
 
     def begin(self, expected: Sequence[int]) -> None:
-        """Begins a step or a backward, in which each parameter gets `expected` gradients."""
+        """Begins a step or a backward, in which parameter i gets `expected[i]` gradients."""
         self.left = list(expected)
         self.missing = [len(numbers) for numbers in self.members]
         self.arrivals: list[int] = []
@@ -81,7 +81,7 @@ class Reducer:
 
 
 def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns a view of `flat` for each parameter, in its strides if these leave no gaps."""
+    """Returns a view of `flat` for each parameter, with its strides if these leave no gaps."""
     views, start = [], 0
     for p in parameters:
         part = flat[start : start + p.numel()]
@@ -128,7 +128,7 @@ class GradBucket:
 CommHook = Callable[[Any, GradBucket], Work]
 """A function that starts the reduction of a bucket.
 
-Its first argument is the hook's state; for hooks of this package, that is the group. It returns a
+Its first argument is the hook's state, which for hooks of this package is the group. It returns a
 handle (such as a `torch.futures.Future`) whose `wait` returns the reduced gradients, unless they
 are in the bucket's buffer, where hooks of this package leave them."""
 

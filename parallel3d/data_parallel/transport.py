@@ -32,7 +32,10 @@ SHARED_CAP_MIB = 1.0
 
 
 def is_shared(group: Group, device: torch.device) -> bool:
-    """Returns whether to try shared memory: on CPUs, unless a group of parallel3d has none."""
+    """Returns whether to try shared memory.
+
+    It is tried on CPUs, in external groups and in groups of parallel3d that use shared memory.
+    """
     on_cpu = device.type == "cpu" and group.size > 1
     return on_cpu and (group.shared is not None or group.name == EXTERNAL)
 
@@ -55,7 +58,7 @@ def open_memory(group: Group, size: int, signals: Sequence[int] = (0,)) -> Share
 # These functions pack tensors of any dtypes into a row of bytes, each at the start of a cache line.
 
 
-Size = tuple[int, torch.dtype]  # elements of a tensor, and their dtype
+Size = tuple[int, torch.dtype]  # number of elements of a tensor, and their dtype
 
 
 def _length(size: Size) -> int:
@@ -82,7 +85,7 @@ def packed(tensors: Sequence[Tensor], data: Tensor) -> list[Tensor]:
 
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies sources to targets, whose versions stay, as a forward's graph may have saved them."""
+    """Copies sources to targets without a new version, as a graph may have saved the targets."""
     with unsafe_preserve_version_counter(tuple(targets)):
         foreach_copy_(list(targets), list(sources))
 
@@ -155,7 +158,7 @@ class BufferSync:
 # buffers        this rank's buffers, to be filled with gradients and started when they are full
 # flags          the averager's flags, which are summed, too; to be written before the last start
 # summed_flags   the sums of the flags, valid after `finish`
-# fault          an error on this rank, as a sentence; None without an error
+# fault          an error on this rank, as a sentence, or None without an error
 # adds           whether `finish` yields terms to add to this rank's buffers, instead of sums
 #
 # Its methods are called in this order: `before` (the buffers may then be written), `start` for each
@@ -165,17 +168,17 @@ class BufferSync:
 class BackendTransport:
     """Sums buckets by the group's backend or passes them to a hook, while the backward runs.
 
-    On a CPU each bucket waits for the previous one if a hook has returned a future for that. The
-    thread that completes such a hook's first message sends its second one, so with several buckets
-    in flight, two ranks could send in different orders and deadlock (as PyTorch's PowerSGD hook
-    does on gloo). Hooks of this package send their second message in `wait`.
+    On a CPU each bucket waits for the previous one if a hook has returned a future for the latter.
+    The thread that completes such a hook's first message sends its second one, so with several
+    buckets in flight, two ranks could send in different orders and deadlock (as PyTorch's PowerSGD
+    hook does on gloo). Hooks of this package send their second message in `wait`.
 
     With a hook, which may round a buffer, the flags travel in a message of their own.
 
     Args:
         members: the parameters of each bucket.
         flags: number of flags.
-        hook: the state and the function of a communication hook; None: the backend sums.
+        hook: the state and the function of a communication hook, or None if the backend sums.
     """
 
     adds = False
@@ -204,7 +207,7 @@ class BackendTransport:
         self.fault: str | None = None
 
     def before(self) -> None:
-        """Does nothing: the buffers are this rank's own."""
+        """Does nothing, because the buffers are this rank's own."""
 
     def start(self, index: int) -> None:
         buffer = self.sent[index]
@@ -251,13 +254,13 @@ class BackendTransport:
             dist.all_reduce(self.flags, group=self.group.handle)
 
     def release(self) -> None:
-        """Does nothing: the sums are this rank's own."""
+        """Does nothing, because the sums are this rank's own."""
 
     def close(self) -> None:
         self.pending = []
 
 
-# Kinds of signals.
+# kinds of signals: a buffer is full, or has been summed or read
 FULL, SUMMED = 0, 1
 
 
@@ -266,8 +269,8 @@ class SharedTransport:
 
     A rank's buffers are in shared memory. `start` posts that a buffer is full. At the end of the
     backward every rank sums its slice of each bucket, over all ranks, into a shared total, posts
-    it, and reads the other ranks' slices: as many bytes as a ring moves, and no system call unless
-    a rank must wait.
+    it, and reads the other ranks' slices. This moves as many bytes as a ring does, and takes no
+    system call unless a rank must wait.
 
     Two kinds of signals (full, summed) order all accesses. A buffer is filled again only after its
     total was read here, and every peer had read the buffer before it posted its slice of the total.
@@ -281,7 +284,7 @@ class SharedTransport:
     Args:
         sizes: size of each bucket; in the last bucket the flags follow the gradients.
         flags: number of flags.
-        adds: whether each of two ranks adds the other's buffer.
+        adds: whether each of two ranks adds the other's buffer to its own gradients.
     """
 
     fault: str | None = None
@@ -292,7 +295,7 @@ class SharedTransport:
         self.size = memory.size
         self.index = memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
-        # The memory holds every rank's buffers, the totals, and numbers of the buckets' backwards.
+        # The memory holds every rank's buffers, the totals, and each buffer's backward number.
         length = sum(map(_length, sizes))
         *ranks, totals = (_views(memory.data[length * i :], sizes) for i in range(self.size + 1))
         self.by_rank = ranks
@@ -386,7 +389,7 @@ def open_transport(
 ) -> Transport:
     """Opens a transport by shared memory if possible, or else by the backend; collective.
 
-    `elsewhere` tells that the gradients are kept in tensors of their own, not in the buffers.
+    `elsewhere` tells whether gradients are kept in tensors of their own, not in the buffers.
     """
     if hook is None and is_shared(group, members[0][0].device):
         sizes = [

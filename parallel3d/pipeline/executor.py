@@ -47,14 +47,14 @@ class PipelineStage(Protocol):
         """Returns a tensor or a tuple of tensors; the last stage returns a loss.
 
         Args:
-            x: the output of the previous stage; None on the first stage.
+            x: the output of the previous stage, or None on the first stage.
             args: the loaded micro-batch, followed by the scale of the loss (None in an evaluation).
         """
 
 
 @dataclass
 class StageFailure:
-    """An exception that a stage raised, and where: its stage, direction and micro-batch."""
+    """An exception that a stage raised, with the stage, direction and micro-batch as text."""
 
     where: str
     error: Exception
@@ -193,17 +193,18 @@ class Executor:
         stages: the stages of this rank, by chunk.
         sends: for each stage of the pipeline, the outputs that it sends to the next stage. `sends`
             and `channel` may be replaced between two steps.
-        channel: shared memory for the messages; None sends them through the backend.
-        step_timer: times the communication and the computations; None makes a new one.
+        channel: shared memory for the messages, or None to send them through the backend.
+        step_timer: times the communication and the computations. If it is None, the executor makes
+            a new one.
         keeps_failures: whether an exception of a stage is kept in `failure` instead of raised. The
             rank then continues with zeros to the end of the step, so that its neighbours do not
             wait for it.
-        offload: moves tensors that the stages save for the backward to the host; None keeps all of
-            them on the device.
+        offload: moves tensors that the stages save for the backward to the host, or is None to keep
+            all of them on the device.
         without_backward: number of stages at the beginning of the pipeline with nothing to train.
-            Their backwards are empty: no rank sends or expects gradients for them.
-        turns: runs a forward in turns with the backward after it if that is of another
-            micro-batch or chunk; None runs all computations one after the other.
+            Their backwards are empty, and no rank sends or expects gradients for them.
+        turns: runs a forward in turns with the backward after it if this backward is of another
+            micro-batch or chunk. If it is None, all computations run one after the other.
     """
 
     def __init__(
@@ -234,10 +235,10 @@ class Executor:
         self.without_backward = without_backward
         self.failure: StageFailure | None = None
         self.last_stage = route.assignment.stages - 1
-        self.live: dict[Place, _Live] = {}  # from each F to its B or I
-        # Deferred weight gradients, from each I to its W.
+        self.live: dict[Place, _Live] = {}  # kept from each F to its B or I
+        # Deferred weight gradients are kept from each I to its W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
-        self.outbox: dict[Action, Tensor] = {}  # results, from their computation to their send
+        self.outbox: dict[Action, Tensor] = {}  # results that wait for their send
         # Results that one chunk of this rank makes for another one.
         self.local_handoff: dict[Action, Values] = {}
         # Received messages, from the start of their transfer until a computation reads them.
@@ -265,7 +266,7 @@ class Executor:
 
         Args:
             program: this rank's part of the pipeline program: computations and groups of messages.
-            load: micro-batch number → arguments of a stage.
+            load: returns the arguments of a stage for the number of a micro-batch.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
             before_last_backward: called just before the last backward that is not empty.
 
@@ -343,7 +344,7 @@ class Executor:
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Does not time the computations of a `with` block by kind, because they interleave."""
+        """Turns off timing by kind in a `with` block, because its computations interleave."""
         self.counts_kinds = False
         try:
             yield
@@ -411,7 +412,7 @@ class Executor:
     def _received(self, kind: Kind, step: Action) -> Values:
         """Returns the tensors that `step` needs from the previous or the next stage.
 
-        `kind` is RECV_F for the previous stage's outputs, RECV_B for the next stage's gradients.
+        `kind` is RECV_F for outputs of the previous stage, and RECV_B for gradients of the next.
         """
         action = Action(kind, step.microbatch, step.chunk)
         if action in self.local_handoff:
@@ -553,7 +554,7 @@ class Executor:
 
     @torch.no_grad()
     def _weights(self, step: Action) -> None:
-        """Runs W: computes the deferred weight gradients."""
+        """Runs W, which computes the deferred weight gradients."""
         queue = self.deferred.pop(_place(step))
         with self._computing("backward", step):
             self._attempt(step, partial(_run_deferred, queue))
@@ -575,7 +576,7 @@ def _run_deferred(queue: list[DeferredGradient]) -> None:
         queue.pop()()
 
 
-# Kind of a send → offset of the stage that receives, and kind of the receive.
+# Maps the kind of a send to the offset of the receiving stage and to the kind of the receive.
 _NEXT = {Kind.SEND_F: (1, Kind.RECV_F), Kind.SEND_B: (-1, Kind.RECV_B)}
 
 _NAMES = {

@@ -68,9 +68,9 @@ class _Stored:
     """A storage that is offloaded.
 
     Attributes:
-        nbytes: its size.
-        flat: its bytes on the device; None while they are only in slabs.
-        saved: the summed bytes of all saved views of it.
+        nbytes: size of the storage in bytes.
+        flat: the bytes on the device, or None while they are only in slabs.
+        saved: sum of the bytes of all saved views of the storage.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -85,12 +85,13 @@ class _Layer:
 
     Attributes:
         host: lends the slabs.
-        earlier: the preceding offloaded layer, whose backward comes after that of this layer; None
-            if there is none or its copies back are queued.
+        earlier: the preceding offloaded layer, whose backward comes after that of this layer. It is
+            None if there is no such layer or its copies back are queued.
         storages: address → storage. The dictionary is emptied once all copies back to the device
             are queued, so that each storage is freed with the autograd nodes that read it.
         slabs: slabs that hold the bytes of the storages, one storage after the other.
-        copied, returned: events after the copies to the host and back to the device; None on a CPU.
+        copied, returned: events after the copies to the host and back to the device, or None on a
+            CPU.
         fetched: whether the copies back are queued.
         entered: whether the backward of the layer has begun.
     """
@@ -176,7 +177,7 @@ class ActivationOffload:
             shared: tensors that other layers read too, or tuples and objects that hold such
                 tensors. They are not offloaded.
             stays: whether the layer is not offloaded.
-            is_last: whether it is the stage's last layer, whose backward comes first.
+            is_last: whether this is the stage's last layer, whose backward comes first.
         """
         if self.place is None or stays or (is_last and self.turns):
             yield
@@ -231,7 +232,7 @@ class ActivationOffload:
         self.newest.pop(place, None)
 
     def boundary(self) -> None:
-        """Frees the tensors whose copies to the host are queued, once these have ended."""
+        """Frees the tensors whose copies to the host are queued, once these copies have ended."""
         for layer in self.leaving:
             self._wait_for(layer.copied)
             for stored in layer.storages.values():

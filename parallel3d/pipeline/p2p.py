@@ -37,7 +37,7 @@ Values = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class StageOutputs:
-    """Describes the outputs of a stage, and packs them into a message for the next one.
+    """Describes the outputs of a stage, and packs them into a message for the next stage.
 
     The gradients of the outputs, which the next stage sends back, have the same shapes.
 
@@ -121,7 +121,7 @@ class P2PRoute:
     """The communicators, peers and tags of one rank's messages.
 
     Attributes:
-        backward: a second communicator, for gradients; None sends them over that of `group`.
+        backward: a second communicator, for gradients, or None to send them over that of `group`.
     """
 
     group: Group
@@ -209,7 +209,7 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
 SLOT_BYTES = 4 << 20  # larger messages go through the backend
 ALIGNMENT = 64  # a slot's size is a multiple of a cache line's bytes
 SLOTS = 4  # smallest number of slots of a link
-FILLED, FREE = 0, 1  # kinds of signals: a slot has been filled, a slot has been freed
+FILLED, FREE = 0, 1  # kinds of signals: a slot has been filled or freed
 
 Pair = tuple[int, int]
 
@@ -223,7 +223,8 @@ class SharedP2P:
         slots: number of slots of each link.
         slot_bytes: size of a slot.
         step_timer: counts the time spent waiting for a peer as idle.
-        sent, taken: number of the link → number of messages sent and received over it.
+        sent, taken: number of the link → number of messages that this rank has sent, or
+            received, over the link.
         expected: number of the link → its pending receives, in order.
     """
 
@@ -271,10 +272,10 @@ class SharedP2P:
     def of_programs(
         cls, programs: Sequence[PipelineProgram], route: P2PRoute, message: Tensor, timeout_s: float
     ) -> SharedP2P | None:
-        """Opens links with enough slots for these programs; each slot has the size of `message`.
+        """Opens links with enough slots for these programs; each slot has room for one `message`.
 
-        Returns None if the ranks cannot share memory, on an accelerator, in a group of one rank,
-        and if `message` exceeds SLOT_BYTES.
+        The result is None if the ranks cannot share memory, on an accelerator, in a group of one
+        rank, and if `message` exceeds SLOT_BYTES.
         """
         group, assignment = route.group, route.assignment
         if group.size == 1 or message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
@@ -362,7 +363,7 @@ def measure_baseline_latency(
 def _message_latency(pp: Group, message: Tensor) -> float:
     """Returns the seconds of a message to the slower neighbour.
 
-    Neighbours measure in pairs: first the pairs whose lower member is even, then the others.
+    Neighbours measure in pairs: first those whose lower member is even, then the other pairs.
     """
     latencies = []
     for parity in (0, 1):

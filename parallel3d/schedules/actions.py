@@ -10,7 +10,7 @@ from typing import TypeAlias, final
 
 
 class Kind(StrEnum):
-    """Kinds of actions: F, B, I and W compute; the others send or receive a result.
+    """Kinds of actions: F, B, I and W compute; the other kinds send or receive a result.
 
     F is a forward and B a whole backward. I is the half of a backward that computes the gradient of
     the input, for which the previous stage waits. W is the other half, which computes the gradients
@@ -55,7 +55,8 @@ class Action:
         microbatch: number of the micro-batch, from 0.
         chunk: number of this rank's model chunk, from 0 in the order of the forward. Each end of a
             message names its own chunk: SF5 on rank 3 may be RF5.1 on rank 0.
-        row: one number for kind and chunk together. It indexes lists, which need no hash.
+        row: a number that stands for kind and chunk together. Tables of actions are lists that it
+            indexes, because a dictionary would have to hash each action.
 
     Raises ValueError for a number below 0.
     """
@@ -71,7 +72,7 @@ class Action:
         object.__setattr__(self, "row", row_of(self.kind, self.chunk))
 
     def __str__(self) -> str:
-        """Returns the compact form, such as "F0" or "SB12"; chunks after the first: "F3.1"."""
+        """Returns the compact form, such as "F0", or "F3.1" for a chunk after the first."""
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
     @classmethod
@@ -109,10 +110,10 @@ def groups_of_one(kind: Kind, chunk: int, count: int) -> tuple[tuple[Action, ...
     return tuple((message,) for message in actions_of(kind, chunk, count))
 
 
-# orders[rank]: the compute actions of that rank, in order.
+# orders[rank] holds the compute actions of that rank, in order.
 ComputeSchedule: TypeAlias = list[list[Action]]
-# Messages that are posted as one batch: all of its sends and receives are in flight together.
+# Messages are posted in groups; all sends and receives of a group are in flight together.
 CommGroup: TypeAlias = tuple[Action, ...]
 Step: TypeAlias = Action | CommGroup
-# program[rank]: the steps of that pipeline rank, in order.
+# program[rank] holds the steps of that pipeline rank, in order.
 PipelineProgram: TypeAlias = list[list[Step]]

@@ -27,10 +27,10 @@ class LayerCounts(NamedTuple):
 
     Attributes:
         num_layers: `model.num_layers`.
-        layers_per_stage: the layers that each stage computes.
+        layers_per_stage: number of layers of each stage, or None if they are balanced by cost.
         recompute: the key `recompute`.
-        recompute_layers: the layers that each stage recomputes.
-        offload_layers: the layers that each stage offloads.
+        recompute_layers: number of layers that each stage recomputes, or None.
+        offload_layers: number of layers that each stage offloads, or None.
     """
 
     num_layers: int

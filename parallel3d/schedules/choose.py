@@ -49,10 +49,10 @@ def wanted(
 
     Args:
         file: the file of schedule "file" (see `read_file`).
-        work: costs for "auto"; None: forward, I and W take one second each.
+        work: costs for "auto", or None if F, I and W take one second each.
         memory: cap on activations for "auto", as a fraction of 1F1B's peak.
 
-    Raises UserError for an unknown name, a number of chunks that the schedule does not have, or a
+    Raises UserError for an unknown name, a number of chunks that the schedule cannot have, or a
     file that is unreadable or unsound.
     """
     if name == "file":
@@ -80,7 +80,7 @@ def chosen(
 
 
 def check_search(ranks: int, microbatches: int, chunks: int, memory: float) -> None:
-    """Raises UserError if schedule=auto has too much to search or too low a cap."""
+    """Raises UserError if schedule=auto has too much to search or too low a cap on activations."""
     if (cells := ranks * microbatches * max(2, chunks)) > LARGEST:
         raise UserError(
             f"schedule=auto must have at most {LARGEST:,} micro-batches × stages to search, not "
@@ -144,7 +144,7 @@ def choose(
 
     The search covers all named schedules and greedy schedules of up to `chunks` chunks per rank.
     Ties go to the lower peak, then to fewer chunks. `named` holds measurements of the named
-    schedules; None measures them here.
+    schedules; if it is None, they are measured here.
 
     Raises UserError if the cap is below one micro-batch or no schedule fits into it.
     """

@@ -20,7 +20,8 @@ _KINDS = {
 }
 
 # Blue, orange and green also differ in lightness, for grey prints and colour-blind readers. The
-# first chunk has the first colour, the last chunk the second one, the others shades in between.
+# first chunk has the first colour, the last chunk has the second one, and the chunks between them
+# have shades in between.
 _COLOURS = {
     Kind.F: ("#1f5a99", "#74a9dd"),
     Kind.B: ("#f2a33a", "#f8cd8d"),
@@ -41,7 +42,7 @@ def render_text(timeline: Timeline, width: int | None = None) -> str:
     halves of a split backward, and `F3.1` belongs to chunk 1. Boxes are to scale; the scale is the
     smallest at which every name fits into its box. If the picture would be wider than `width`
     columns, each column instead has the letter of the kind that takes most of the column's time.
-    `width` None allows any width.
+    A `width` of None allows any width.
     """
     boxes = [span for spans in timeline.spans for span in spans]
     scale = max((len(str(s.action)) + 1) / (s.end - s.start) for s in boxes)
@@ -79,7 +80,7 @@ def _text_line(spans: Sequence[Span], scale: float, columns: int) -> str:
 def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
     """Draws the whole step in `columns` letters.
 
-    Each letter is the kind that takes most of the column's time.
+    Each letter stands for the kind that takes most of the column's time.
     """
     line = []
     step = makespan / columns
@@ -119,7 +120,7 @@ def render_svg(
 ) -> str:
     """Draws the usual pipeline diagram as a stand-alone SVG, about `width` pixels wide.
 
-    A box has a tooltip with its action and times, and the number of its micro-batch if that fits;
+    A box has a tooltip with its action and times, and shows the micro-batch if there is room;
     diagrams of more than _MOST_BOXES boxes have neither. The title ends with the bubble, which is
     the idle share of all ranks' time. With an `assignment` and a `hop` above 0 thin lines show the
     messages, if there are at most _MOST_WAYS.
@@ -132,7 +133,7 @@ def render_svg(
 
 
 class TimelinePicture:
-    """Draws a timeline below the present contents of a canvas; its time axis ends at `until`."""
+    """Draws a timeline below the present contents of a canvas; the time axis ends at `until`."""
 
     def __init__(
         self, canvas: Canvas, timeline: Timeline, width: int, until: float, unit: str
@@ -222,7 +223,7 @@ class TimelinePicture:
             self.canvas.path("".join(outlines), colour, 0)
 
     def _shade(self, span: Span) -> str:
-        """Returns the colour of an action: that of its kind, lighter the later its chunk."""
+        """Returns the colour of an action's kind, which is lighter for a later chunk."""
         share = span.action.chunk / (self.chunks - 1) if self.chunks > 1 else 0.0
         ends = _COLOURS[span.action.kind]
         first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in ends)

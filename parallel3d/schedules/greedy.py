@@ -1,7 +1,7 @@
 """Searches for schedules with a greedy list scheduler that has a cap on activations.
 
-Each rank has a queue of forwards, one of input gradients and one of weight gradients, each in the
-order of a base schedule that cannot deadlock. A rank that is free starts the head of a queue as
+Each rank has three queues, of forwards, input gradients and weight gradients, in the order of a
+base schedule that cannot deadlock. A rank that is free starts the head of a queue as
 soon as the head's input has arrived; weight gradients fill idle time. So the base schedule decides
 which micro-batch and chunk of a kind comes next, while the costs of computations and messages
 decide which kind comes next and how far the forwards run ahead.
@@ -60,7 +60,7 @@ class _Run:
     """Schedules one step by simulating it.
 
     A queue is a list together with the number of its entries that are done. The next action of a
-    rank depends on the inputs that have arrived by then, so events are handled in order of time.
+    rank depends on the inputs that have arrived so far, so events are handled in order of time.
     `walk` needs no such order, because it times a program that is already made.
 
     Args:
@@ -92,7 +92,7 @@ class _Run:
         self.forwards = [_queue(order, (Kind.F,)) for order in base]
         self.inputs = [_queue(order, (Kind.I, Kind.B)) for order in base]
         self.done = [{Kind.F: 0, Kind.I: 0, Kind.W: 0} for _ in base]
-        # (kind, rank, chunk, micro-batch) → arrival of its input
+        # (kind, rank, chunk, micro-batch) of an action → time at which its input arrives
         self.came: dict[tuple[Kind, int, int, int], float] = {
             (Kind.F, *assignment.place(0), m): 0.0 for m, _ in self.forwards[0]
         }

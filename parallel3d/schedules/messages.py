@@ -93,7 +93,8 @@ class _Links(NamedTuple):
     Attributes:
         sent: the sends of a computation's results, by micro-batch, each in a group of its own.
         received: the receives of a computation's inputs, by micro-batch.
-        targets: the receiver of a computation's results, and its receives by micro-batch.
+        targets: the rank that receives a computation's results, and that rank's receives by
+            micro-batch.
     """
 
     sent: dict[int, tuple[CommGroup, ...]]

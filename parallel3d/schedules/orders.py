@@ -53,9 +53,9 @@ class StageAssignment:
         return tuple(self.place(stage) for stage in range(self.stages))
 
     def around(self, rank: int) -> list[tuple[int, _Place | None, _Place | None]]:
-        """Returns for each chunk of `rank` its stage and its neighbours before and after it.
+        """Returns, for each chunk of `rank`, its stage and that stage's two neighbours.
 
-        A neighbour is (rank, chunk), or None beyond the model.
+        The previous neighbour comes first. A neighbour is (rank, chunk), or None beyond the model.
         """
         return [
             (self.stage(rank, c), self.neighbour(rank, c, -1), self.neighbour(rank, c, 1))
@@ -65,7 +65,7 @@ class StageAssignment:
     def neighbour(self, rank: int, chunk: int, offset: int) -> tuple[int, int] | None:
         """Returns the (rank, chunk) of the next stage (offset +1) or the previous one (-1).
 
-        Returns None beyond the ends of the model.
+        The result is None beyond the ends of the model.
         """
         stage = self.stage(rank, chunk) + offset
         return self.places[stage] if 0 <= stage < self.stages else None
@@ -104,13 +104,13 @@ def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
-    """Orders 1F1B over several chunks per rank.
+    """Returns the orders of 1F1B over several chunks per rank.
 
     A group of micro-batches passes through a chunk before any of them enters the rank's next chunk.
-    The groups have `ranks` micro-batches each if that divides the number of micro-batches. If not,
-    they are as even as possible, with up to twice as many. Fewer micro-batches than ranks form one
-    group. The warm-up lasts until the first group has reached the last stage and its first gradient
-    has come back.
+    The groups have `ranks` micro-batches each if `ranks` divides the number of micro-batches. If
+    not, they are as even as possible, with up to twice as many. Fewer micro-batches than ranks form
+    one group. The warm-up lasts until the first group has reached the last stage and its first
+    gradient has come back.
     """
     groups = _groups(ranks, microbatches)
     forwards, backwards = (_by_group(kind, groups, chunks) for kind in (Kind.F, Kind.B))
@@ -123,7 +123,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
 def interleaved_zero_bubble(
     ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> ComputeSchedule:
-    """Orders ZB-H1, over any number of chunks per rank as in `interleaved`.
+    """Returns the orders of ZB-H1, over any number of chunks per rank as in `interleaved`.
 
     Only the gradients of inputs have to travel back before a rank can continue, so the warm-up
     counts a rank's distance from the last rank once instead of twice. Rank r postpones weight
@@ -156,7 +156,7 @@ def interleaved_zero_bubble(
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
-    """Orders ZB-V: each rank has two chunks, and the stages form a V.
+    """Returns the orders of ZB-V, in which each rank has two chunks and the stages form a V.
 
     In the steady state no rank is idle if F, I and W take equal time. Fewer than 2 · ranks - 1
     micro-batches take the order of 2 · ranks - 1 without the missing ones.
@@ -192,7 +192,7 @@ def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
     }
     coming = {word: iter(of) for word, of in lines.items()}
     order = [next(coming[word]) for word in pattern]
-    # The remaining weight gradients come last, those of the later chunk first.
+    # The remaining weight gradients come at the end, beginning with those of the later chunk.
     return order + list(coming["W1"]) + list(coming["W0"])
 
 
@@ -211,7 +211,7 @@ def _by_group(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
     """Orders the actions of one kind by group of micro-batches.
 
     A group passes through all chunks before the next group starts: forwards from the first chunk to
-    the last, the other kinds from the last to the first.
+    the last, and the other kinds from the last to the first.
     """
     order: list[Action] = []
     first, count = 0, sum(groups)

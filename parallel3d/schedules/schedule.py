@@ -1,4 +1,4 @@
-"""Makes the schedules that have names, and the programs with which an executor runs them."""
+"""Makes the named schedules, and the programs with which an executor runs schedules."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         made = orders.zero_bubble_v(ranks, microbatches)
     elif name == "v_half":
         made = v_half(ranks, microbatches)
-    else:  # zb_h1 is the interleaved form of one chunk
+    else:  # zb_h1 is interleaved_zb with one chunk
         made = orders.interleaved_zero_bubble(ranks, chunks, microbatches)
     return Schedule(name, assignment, microbatches, made)
 
@@ -131,7 +131,7 @@ HALF = 0.6  # the largest peak that is accepted, as a fraction of 1F1B's
 # up. Passes in opposite directions would collide unless the sum of their paces shares a divisor
 # with the period.
 PACES = ((1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 1, 1), (4, 1, 1, 1), (3, 1, 1, 1))
-TRIED = 64  # number of patterns that are timed: the shortest of those with a low peak
+TRIED = 64  # number of patterns that are timed, the shortest ones with a low peak
 _PASSES = ((Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0))
 
 
@@ -216,7 +216,7 @@ def _made(
 ) -> _Pattern | None:
     """Returns the pattern with these paces and these waits at the three turns of the V.
 
-    Returns None if two actions collide on a rank.
+    The result is None if two actions collide on a rank.
     """
     last = ranks - 1
     begin = [0]

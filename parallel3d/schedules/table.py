@@ -37,7 +37,7 @@ def write_table(schedule: Schedule) -> str:
 def read_file(file: str | None, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
     """Reads a table from a file and parses it with `read_table`.
 
-    Also raises UserError if `file` is None or cannot be read.
+    Raises UserError as `read_table` does, and if `file` is None or cannot be read.
     """
     if file is None:
         raise UserError(
@@ -62,7 +62,7 @@ def read_table(
 
     Args:
         text: a line for each rank in order, with cells as `write_table` writes them.
-        name: the file's name, for messages.
+        name: the file's name, for error messages.
         chunks: the number of stages that each rank must have; None allows any number.
 
     Raises:
@@ -138,7 +138,7 @@ def _cells(line: str, key: str, number: int) -> list[Cell]:
 def _assignment(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     """Returns the loop or V that assigns the stages to ranks in the same way as the table.
 
-    Raises UserError if neither does.
+    Raises UserError if neither assigns them so.
     """
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))

@@ -79,7 +79,7 @@ class RankWork:
 
 
 class ScheduleError(ValueError):
-    """Raised for a program that would hang or would not compute the model; it names the place."""
+    """Raised for a program that would hang or not compute the model; its text names the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Wait(NamedTuple):
     Attributes:
         step: the step that the rank cannot finish.
         message: the message that it waits for if the step is a group, else None.
-        peer: the rank that it waits for; None if a computation of its own is missing.
+        peer: the rank that it waits for, or None if a computation of its own is missing.
     """
 
     step: Step
@@ -136,12 +136,12 @@ class Walk:
     """The findings of a walk.
 
     Attributes:
-        starts, ends: for each rank, the start and end of each compute action in seconds; filled
-            only for orders without messages.
+        starts, ends: for each rank, the start and end of each compute action in seconds. They are
+            filled only for orders without messages.
         peaks: for each rank, the largest number of chunk-activations (one micro-batch in one chunk)
             that it holds at once, from the start of F to the end of B or W. Qi et al. 2023
-            (table 1) count 34 units until I and 32 units from then until W; a whole activation
-            until W is a safe upper bound.
+            (table 1) count an activation as 34 units until I and as 32 units from then until W;
+            a whole activation until W is a safe upper bound.
         sent, received: (sender, receiver) → the numbers of their messages in order. A message has
             the same number at both ends.
         waits: the ranks that wait for ever.
@@ -210,10 +210,10 @@ def walk(
     blocks: bool = False,
     count: int | None = None,
 ) -> Walk:
-    """Walks every rank through its steps, each as early as its rank and its inputs allow.
+    """Walks every rank through its steps, which run as early as their rank and inputs allow.
 
     Args:
-        program: compute orders; with `blocks` also the groups of messages.
+        program: compute orders, which with `blocks` also contain the groups of messages.
         costs: seconds of the computations and messages. By default the layers of a rank take one
             second for each of F, I and W.
         blocks: whether a group blocks until all of its counterparts are posted, as with a transport
@@ -248,8 +248,8 @@ def time_orders(
 ) -> Timeline:
     """Returns the timeline in which every action runs as early as its order and its input allow.
 
-    The input of a forward is the result of the previous stage, that of a backward the result of the
-    next stage. It arrives one hop later if that stage is on another rank.
+    The input of a forward is the result of the previous stage, and that of a backward is the result
+    of the next stage. It arrives one hop later if that stage is on another rank.
 
     Raises ScheduleError if ranks wait in a circle or a rank has no action.
     """
@@ -289,17 +289,17 @@ def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
         order.reverse()  # few rounds suffice: forwards pass down the ranks, backwards up
 
 
-# For each micro-batch the time at which an action was done or posted; None before that.
+# For each micro-batch, the time at which an action was done or posted, or None before that time.
 _Times: TypeAlias = list[float | None]
 
 
-# A computation: the times of its input and the hop from there, the times of the computation of its
-# own rank that it needs, the times of its results (B has two: I and W), its seconds, and its change
-# of the number of live activations.
+# A computation is described by the times of its input and the hop from there, the times of the
+# computation on its own rank that it needs, the times of its results (B has two, I and W), its
+# seconds, and its change of the number of live activations.
 _Compute: TypeAlias = tuple[_Times | None, float, _Times | None, _Times, _Times | None, float, int]
-# A message: the times of the computation that makes it (None for a receive), its own times, the
-# times of its counterpart, the list of messages between the two ranks, and the number of the first
-# message of its kind.
+# A message is described by the times of the computation that makes it (None for a receive), its own
+# times, the times of its counterpart, the list of messages between the two ranks, and the number of
+# the first message of its kind.
 _Message: TypeAlias = tuple[_Times | None, _Times, _Times, list[int], int]
 # These two stand for actions that a rank does not have: their lists are empty, so that a look-up
 # raises IndexError.
