@@ -159,7 +159,7 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """Returns the layout of a checked configuration; without a `dp`, dp is 1 and ep at most 1."""
+    """Returns the layout of a checked configuration; if `dp` is None, dp is 1 and ep at most 1."""
     ep = 1 if config.dp is None else config.ep
     ep = ep if config.model.num_experts else 0
     return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, ep=ep)

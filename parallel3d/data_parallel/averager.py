@@ -68,7 +68,7 @@ class BackwardFlags:
     Attributes:
         fault: this rank's error in the current backward, or None without an error.
         noted: the last backward's error on this rank, its summed flag, and an event that marks the
-            flag's arrival on the host; or None if there is nothing to check.
+            flag's arrival on the host. It is None if there is nothing to check.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -257,7 +257,7 @@ class GradientAverager:
             self.begin()
 
     def begin(self) -> None:
-        """Begins a backward, unless this backward is nested in onethat is running."""
+        """Begins a backward, unless it is nested in a backward that is already running."""
         if self.running:
             return
         self.errors.check()

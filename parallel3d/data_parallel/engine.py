@@ -229,7 +229,7 @@ class BucketedDataParallel:
         self.works: list[Work] = []
         self.running = False
         self.observer = observer
-        # This makes the current stream wait for the other streams that add to a bucket, if any.
+        # This call makes the current stream wait for other streams that add to a bucket, if any.
         self.before_reduction: Callable[[], None] = lambda: None
         self.constants = [
             self._hold(name, p, values)

@@ -168,7 +168,7 @@ class BufferSync:
 class BackendTransport:
     """Sums buckets by the group's backend or passes them to a hook, while the backward runs.
 
-    On a CPU each bucket waits for the previous one if a hook has returned a future for the latter.
+    On a CPU, if a hook returned a future for a bucket, the next bucket waits for this future.
     The thread that completes such a hook's first message sends its second one, so with several
     buckets in flight, two ranks could send in different orders and deadlock (as PyTorch's PowerSGD
     hook does on gloo). Hooks of this package send their second message in `wait`.
@@ -260,7 +260,7 @@ class BackendTransport:
         self.pending = []
 
 
-# kinds of signals: a buffer is full, or has been summed or read
+# kinds of signals: a buffer is full; a slice has been summed, or with `adds` a buffer been read
 FULL, SUMMED = 0, 1
 
 

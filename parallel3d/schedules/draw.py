@@ -223,7 +223,7 @@ class TimelinePicture:
             self.canvas.path("".join(outlines), colour, 0)
 
     def _shade(self, span: Span) -> str:
-        """Returns the colour of an action's kind, which is lighter for a later chunk."""
+        """Returns the colour of an action's kind, in a lighter shade for a later chunk."""
         share = span.action.chunk / (self.chunks - 1) if self.chunks > 1 else 0.0
         ends = _COLOURS[span.action.kind]
         first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in ends)

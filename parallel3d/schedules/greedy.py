@@ -1,10 +1,10 @@
 """Searches for schedules with a greedy list scheduler that has a cap on activations.
 
 Each rank has three queues, of forwards, input gradients and weight gradients, in the order of a
-base schedule that cannot deadlock. A rank that is free starts the head of a queue as
-soon as the head's input has arrived; weight gradients fill idle time. So the base schedule decides
-which micro-batch and chunk of a kind comes next, while the costs of computations and messages
-decide which kind comes next and how far the forwards run ahead.
+base schedule that cannot deadlock. A rank that is free starts the head of a queue as soon as the
+head's input has arrived; weight gradients fill idle time. So the base schedule decides which
+micro-batch and chunk of a kind comes next, while the costs of computations and messages decide
+which kind comes next and how far the forwards run ahead.
 """
 
 from __future__ import annotations

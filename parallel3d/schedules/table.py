@@ -138,7 +138,7 @@ def _cells(line: str, key: str, number: int) -> list[Cell]:
 def _assignment(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     """Returns the loop or V that assigns the stages to ranks in the same way as the table.
 
-    Raises UserError if neither assigns them so.
+    Raises UserError if the table has neither form.
     """
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))
