@@ -267,7 +267,7 @@ def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: b
         if not sweeps:
             also = "" if "(" in value else f", or a list as {name}=[{value}]"
             raise UserError(
-                f"{word} gives several values for one key; add --multirun to run each one{also}."
+                f"{word} gives several values for one key; give --multirun to run each one{also}."
             )
         return kept
     given = parsed.value()
