@@ -105,7 +105,7 @@ class Canvas:
         )
 
     def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
-        """Draws the outline of a path, or fills it if `width` is 0; `marks`: as in `rect`.
+        """Draws the outline of a path, or fills it if `width` is 0; `marks` are those of `rect`.
 
         A path does not enlarge the picture, so it must be within the area of other elements.
         """

@@ -358,10 +358,10 @@ class Trainer:
         return scaled
 
     def evaluate(self, part: str | None = None) -> float | None:
-        """Returns the mean loss of the held-out samples (`score`); collective.
+        """Returns the mean loss of the held-out samples (`score`). The call is collective.
 
-        Returns None if all tokens are masked. `part`: the name of one of `held_out_parts`, the
-        parts of a blend; None: the whole held-out text.
+        Returns None if all tokens are masked. `part` names one of `held_out_parts`, the parts of a
+        blend; None selects the whole held-out text.
         """
         chosen = self.held_out if part is None else self.held_out_parts[part]
         assert chosen is not None  # callers check that there are held-out samples
@@ -379,7 +379,7 @@ class Trainer:
         if of.samples is not None:
             end = min(end, of.samples)
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
-        # Of the ranks that read the same samples, only the first counts their bytes.
+        # Several ranks read the same samples; only the first of them counts their bytes.
         is_first = self.groups.tp.index == self.groups.cp.index == 0
         self.data_parallel.wait_for_all_gathers()
         for first in range(0, end, size):

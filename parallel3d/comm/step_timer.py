@@ -124,7 +124,7 @@ class DeviceTimes:
         return True
 
     def counts(self) -> bool:
-        """Returns whether the compute stream is current in the calling thread, even autograd's."""
+        """Returns whether the calling thread (it may be autograd's) uses the compute stream."""
         return self.api.current_stream(self.device) == self.stream
 
     def mark(self, kind: str, idle_beyond: float) -> None:

@@ -50,7 +50,7 @@ def listen_at(host: str, port: int, loopback: bool = True) -> socket.socket | No
             continue
         try:
             return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
-        except OSError as error:  # otherwise the address belongs to another machine or network
+        except OSError as error:  # any other error: the address is not this machine's
             if error.errno == errno.EADDRINUSE:
                 raise
     return None

@@ -142,7 +142,7 @@ def write_new(command: str, files: Mapping[Path, bytes]) -> None:
         )
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # As in the checkout, torchrun.sh is executable, whereas sbatch only reads its scripts.
+        # torchrun.sh is executable, like in the checkout; sbatch only reads its scripts.
         # O_EXCL refuses a file or link that somebody has created since the check.
         mode = 0o777 if path.suffix == ".sh" else 0o666
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -349,7 +349,7 @@ def composing_error(
 ) -> UserError:
     """Converts an error of Hydra or OmegaConf to a UserError.
 
-    As the overrides have been checked, the error is about a user's file or about the value of a
+    The overrides have been checked, so the error is about a user's file or about the value of a
     reference `${…}`. The sentence does not repeat that value, as it may be a secret from an
     environment variable.
     """

@@ -255,7 +255,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # As in transformers, this filter writes JSON without jinja2's HTML escapes.
+        # Like in transformers, this filter writes JSON without jinja2's HTML escapes.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         try:
@@ -280,8 +280,8 @@ def _refuse(message: str) -> NoReturn:
 def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
     """Returns the chat templates of a tokenizer by name. Raises UserError if there is none.
 
-    As in transformers, template files replace the templates in tokenizer_config.json. The template
-    of a processor is used if there is no other.
+    Template files replace the templates in tokenizer_config.json, like in transformers. The
+    template of a processor is used if there is no other.
     """
     folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
     if folder is not None:

@@ -550,7 +550,7 @@ def hop(work: StepWork, c: Constants) -> Any:
     rate = pair_rate(work, c, inside)
     cut = np.maximum(work.scatter_gather, work.sequence_parallel)
     share = np.where(cut > 0, work.tp, 1.0)
-    # Full copies of all tensor-parallel ranks share the node's network, just as slices do.
+    # The tensor-parallel ranks share the node's network, whether they send full copies or slices.
     software = c.of("engine", "hop_us", work.engine)
     wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
     return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)

@@ -132,9 +132,9 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
-    """Yields the sums of the auxiliary losses for the balance of experts.
+    """Yields the all-reduces that the balancing loss and the z-loss of experts need.
 
-    These are the tokens of each expert in every whole sequence, and the number of tokens that are
+    They sum the tokens of each expert in every whole sequence, and the number of tokens that are
     not padding.
     """
     blueprint, settings = rank.blueprint, rank.blueprint.balance

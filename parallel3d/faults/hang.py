@@ -317,7 +317,7 @@ def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
 
 
 def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | None:
-    """Follows the chain from a waiting rank to a rank that it waits for, and so on.
+    """Diagnoses the rank that all others wait for, by the chain of waits that begins at `first`.
 
     Returns None if, at some point of the chain, all awaited ranks have come to the operation.
     """

@@ -113,7 +113,7 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
         mounts = [*_mounted(controller, version, root)] if mine else []
         if mounts:
             # A container may have both the host's mount and its own. The best mount shows the group
-            # and most of its parents.
+            # and as many of its ancestors as possible.
             mount, top = min(mounts, key=lambda at: (not _is_in(path, at[1]), len(at[1])))
             # The mount shows the hierarchy from `top` down: all groups on a host, and only the
             # container's own group in a container's namespace. A group outside of `top`

@@ -61,7 +61,7 @@ class _Run:
 
     A queue is a list together with the number of its entries that are done. The next action of a
     rank depends on the inputs that have arrived so far, so events are handled in order of time.
-    `walk` needs no such order, because it times a program that is already made.
+    `walk` needs no such order, because it times a schedule that is already fixed.
 
     Args:
         base: orders from which the queues are taken.

@@ -57,7 +57,10 @@ class Process(NamedTuple):
 
 
 def ranks_of_file(rank_file: str, processes: Sequence[Process]) -> list[int]:
-    """Returns the launch rank of each rank, read from the file `rank_file`. Raises UserError."""
+    """Returns the launch rank of each rank, read from the file `rank_file`.
+
+    Raises UserError if it cannot be read or does not list every rank once.
+    """
     text = read_given("rank_file", rank_file)
     return launch_ranks_by_file(text, Path(rank_file).name, processes)
 

@@ -50,7 +50,7 @@ _KEYS = (
 )
 # model.activation ↔ GPT-2's activation_function.
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
-# transformers' names of the tanh approximation of GELU, which are equal up to rounding.
+# transformers has several names for the tanh approximation of GELU; results differ by rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 # transformers' name of the gate's non-linearity → model.activation, and the reverse for an export.
 GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(SPELLINGS, "geglu")}

@@ -162,7 +162,7 @@ def _shard_name(number: int, count: int) -> str:
 def _shards(
     tensors: list[HFTensor], dtype: str, shard_bytes: int, *, extra: bool = False
 ) -> dict[str, list[HFTensor]]:
-    """Returns file name → tensors, in order; a file exceeds `shard_bytes` only with one tensor.
+    """Groups tensors by file, in order; only a file of one tensor may exceed `shard_bytes`.
 
     With `extra`, the names count one more file, which follows these.
     """

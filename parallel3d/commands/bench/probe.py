@@ -212,8 +212,8 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) -> Seconds:
     """Returns the elementwise minimum of measurements.
 
-    As long as `judge` finds something slow in this minimum, the measurement is repeated after a
-    pause, at most once for each of PAUSES_S. A machine that was only briefly busy is thus not
+    The measurement is repeated after a pause while `judge` finds something slow in this minimum, at
+    most once for each of PAUSES_S. A machine that was only briefly busy is thus not
     reported. The times must be equal on every rank, so that all ranks repeat together.
     """
     fastest = measure()

@@ -150,7 +150,7 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
 
 def condition(problem: Exception) -> str:
-    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may pass."""
+    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may end."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 
