@@ -321,7 +321,7 @@ def test_a_save_with_missing_elements_makes_no_checkpoint(tmp_path: Path) -> Non
     saver = one_rank(tmp_path)
     saver.start(Save(3, 1, state(3, 0), facts(3), ELEMENTS), background=False)
     outcome = saver.join()
-    assert outcome.is_bug and f"not {ELEMENTS}" in (outcome.problem or "")
+    assert outcome.is_bug and f"instead of {ELEMENTS}" in (outcome.problem or "")
     assert names(tmp_path) == []
 
 

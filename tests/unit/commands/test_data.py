@@ -99,7 +99,7 @@ def test_a_tokenizer_with_fewer_tokens_than_asked_for_is_reported(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(monkeypatch, "data train-tokenizer input=a.jsonl vocab_size=9000 to=t.json") == 0
-    assert "tokens of vocab_size=9000" in capsys.readouterr().err
+    assert "not for vocab_size=9000" in capsys.readouterr().err
 
 
 @pytest.mark.slow

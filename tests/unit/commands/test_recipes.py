@@ -281,5 +281,5 @@ def test_a_large_model_reports_each_default_of_the_small_one(
         assert sentence is None
         return
     assert sentence is not None and "\n" not in sentence
-    middle = sentence.partition("one of 859 k: ")[2].partition("; parallel3d recipes")[0]
+    middle = sentence.partition("a model of 859 k: ")[2].partition("; parallel3d recipes")[0]
     assert middle == told

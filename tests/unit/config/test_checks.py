@@ -514,9 +514,9 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["must end with global_batch_size=16", "nearest is global_batch_size=8."],
     ),
-    ({"train.batch_schedule": {1: 8, 9: 16}}, None, ["grow from 0", "batch_schedule={0:16}."]),
-    ({"train.batch_schedule": {0: 8, 9: 8, 4: 16}}, None, ["grow from 0"]),
-    ({"train.batch_schedule": {0: 8, "soon": 16}}, None, ["grow from 0"]),
+    ({"train.batch_schedule": {1: 8, 9: 16}}, None, ["increase from 0", "batch_schedule={0:16}."]),
+    ({"train.batch_schedule": {0: 8, 9: 8, 4: 16}}, None, ["increase from 0"]),
+    ({"train.batch_schedule": {0: 8, "soon": 16}}, None, ["increase from 0"]),
     ({"train.batch_schedule": {0: 8.5, 9: 16}}, None, ["the global batch 8.5", "is 4."]),
     (
         {"pp": 2, "schedule.name": "auto", "train.batch_schedule": {0: 8, 9: 16}},

@@ -395,7 +395,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "PMIx and RANK without LOCAL_RANK": (
         env("RANK=5 WORLD_SIZE=8 PMIX_RANK=5 MASTER_ADDR=h MASTER_PORT=29500"),
-        "are set, but LOCAL_RANK is not",
+        "are set, but LOCAL_RANK, ",
     ),
     "mpirun_rsh of MVAPICH": (env("MPIRUN_RANK=1 MPIRUN_NPROCS=4"), "MPIRUN_RANK=1 come from"),
     "MPIJob without mpirun": (env("K_MPI_JOB_ROLE=launcher"), "put mpirun before the command"),

@@ -37,7 +37,7 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
         "peak_memories",
         lambda c, some: looked_at.extend(some) or real(c, some),
     )
-    found = SimpleNamespace(config=config, sizes=plan.sizes_of(config), reserve_gb=4.0)
+    found = SimpleNamespace(config=config, sizes=plan.sizes_of(config), reserve_gb=4.0, load=1.0)
     words = plan._nodes_that_fit(found, {}, 1, float("inf"))
     assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
     # There are 23,208 layouts on 2, 4, … 64 nodes, of up to five ranks each.
