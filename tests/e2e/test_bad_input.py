@@ -77,7 +77,7 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param("model=./my.yaml", ["model=my ", "--config-dir"], id="file for a preset"),
         pytest.param("-cp mine", ["--config-dir=mine"], id="config path"),
         pytest.param(
-            "seed=range(1,4)", ["seed=range(1,4)", "--multirun to run each of them."], id="range"
+            "seed=range(1,4)", ["seed=range(1,4)", "--multirun to run each one."], id="range"
         ),
         pytest.param("~logger", ["~logger", "nearest is logger="], id="group taken away"),
         pytest.param("hydra.run.dir=here", ["runs_dir=…"], id="Hydra's folder"),

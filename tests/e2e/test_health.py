@@ -21,7 +21,9 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) 
     large = "model.vocab_size=25800"  # for bytes: reported at the start, by one rank
     ended = shell.run(*PARALLEL3D, *words(shell, "dp=2", *SETTINGS, "train.steps=20", large))
     assert ended.code == 1
-    assert ended.err.count("defaults for one of 859 k: data=text (bytes); parallel3d recipes") == 1
+    assert (
+        ended.err.count("defaults for a model of 859 k: data=text (bytes); parallel3d recipes") == 1
+    )
     assert "restart" not in ended.err  # a restart would only repeat it
     assert re.search(
         r"TrainingFailure: step 7: gradients were not finite for 3 steps in a row; "
