@@ -228,7 +228,7 @@ def read(file: str) -> MeasuredMachine:
     if content.get("version") not in READABLE:
         raise UserError(
             f"{key} has version {plain(str(content.get('version')))}, and this parallel3d reads "
-            f"version {VERSION}: calibrate again"
+            f"versions {READABLE[0]} and {VERSION}: calibrate again"
         )
     try:
         return _machine(content)
