@@ -234,7 +234,10 @@ DAMAGED = {
     "a table less": (replaced("block.input", "block.other"), "is damaged"),
     "no number": (replaced("memory_gb: 8", "memory_gb: many"), "memory_gb is not a number"),
     "an endless time": (replaced("rank_gb: 0.2", "rank_gb: .inf"), "positive and finite"),
-    "an older version": (replaced("version: 4", "version: 1"), "reads versions 3 and 4: calibrate again"),
+    "an older version": (
+        replaced("version: 4", "version: 1"),
+        "reads versions 3 and 4: calibrate again",
+    ),
     "no count": (replaced("count: 2", "count: 0"), "made.count must be positive"),
     "no model": (replaced("hidden_size: 256", "hidden_size: wide"), "hidden_size=.?wide"),
     "a list": (lambda text: "- 1", "must be a file written by"),
