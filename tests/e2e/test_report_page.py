@@ -187,7 +187,7 @@ def test_the_page_shows_a_resumed_run_and_overwrites_no_other_file(
         (("run=resumed", "runs_dir=nowhere"), "which has none (runs_dir=nowhere)"),
         (("to=a.html",), "report needs run=…"),
         (("run=resumed", "runs_dri=x"), "the nearest is runs_dir"),
-        (tuple(f"run={n}" for n in range(13)), "at most 12 runs"),
+        (tuple(f"run={n}" for n in range(13)), "run= may be given at most 12 times"),
     ):
         ended = answer(shell, capfd, "report", *words)
         assert (ended.code, ended.out) == (2, "") and ended.err.count("\n") == 1
