@@ -1,4 +1,4 @@
-"""Divides layers over pipeline stages, balanced by cost or as given."""
+"""Divides layers among pipeline stages, by cost or as `schedule.layers_per_stage` says."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def balance_chunks(
 ) -> tuple[int, ...]:
     """Returns the number of layers of each stage, at least 1, if all layers cost the same.
 
-    `cost` is the cost of a layer in any unit, and `last_extra` that of head and loss, which the
-    last stage has in addition. The result minimises the cost of the most expensive rank, summed
-    over its chunks, then the sum of the stages' squared costs. If several splits are still equal,
-    it prefers layers in middle stages, then layers in earlier stages. Adding layers one by one,
-    each where it adds least, gives the exact optimum, because a stage's next layer never adds less
-    than its last one did. Raises UserError if there are more stages than layers.
+    `cost` is the cost of a layer in any unit, and `last_extra` the additional cost of head and loss
+    on the last stage. The result minimises the cost of the most expensive rank, summed over its
+    chunks, then the sum of the stages' squared costs. Among equal splits, it prefers layers in
+    middle stages, then in earlier stages. Adding layers one by one, each to the stage where it adds
+    least, gives the exact optimum, because a stage's next layer never adds less than its previous
+    one. Raises UserError if there are more stages than layers.
     """
     stages, ranks = assignment.stages, [rank for rank, _ in assignment.places]
     if stages > layers:
@@ -48,8 +48,7 @@ def balance_chunks(
     extras = [0] * (stages - 1) + [last]
     base = dict.fromkeys(ranks, assignment.chunks * unit)
     base[ranks[-1]] += last
-    # If each layer goes to the cheapest rank, the cost of the most expensive rank is the least
-    # possible one.
+    # Giving each layer to the cheapest rank minimises the cost of the most expensive one.
     cheapest = sorted(base.values())
     for _ in range(layers - stages):
         heapq.heapreplace(cheapest, cheapest[0] + unit)
@@ -57,8 +56,7 @@ def balance_chunks(
     free = {rank: (most - of) // unit for rank, of in base.items()}
 
     def added_cost(stage: int, count: int) -> tuple[int, int, int]:
-        """Returns by how much layer `count` + 1 increases a stage's squared cost, and two
-        tie-breakers."""
+        """Returns the squared cost that one more layer adds to a stage, and two tie-breakers."""
         squares = unit * (2 * (count * unit + extras[stage]) + unit)
         return squares, abs(2 * stage - (stages - 1)), stage
 
@@ -111,10 +109,7 @@ def balance_layers(
 
 
 def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the splits in which one stage has a layer more and another stage a layer less.
-
-    The layers of the stages between the two shift by one.
-    """
+    """Yields the splits in which one stage has a layer more and another stage a layer less."""
     for source, target in itertools.permutations(range(len(counts)), 2):
         if counts[source] > 1:
             found = list(counts)
@@ -155,9 +150,9 @@ class StageWeights:
         ranks: number of ranks of the pipeline.
         given: `schedule.layers_per_stage`, which fixes the number of stages, or None if layers are
             balanced by cost.
-        balances: whether layers are also balanced for numbers of stages other than that of `given`,
-            which are impossible otherwise.
-        again: the share of a layer's forward that the backward repeats (0 to 1).
+        balances: whether layers are balanced if the number of stages differs from that of `given`,
+            which is not allowed otherwise.
+        again: share of a layer's forward that the backward repeats (0 to 1).
         recompute_layers: number of recomputed layers by stage (see `recomputing`), ignored if it
             does not fit the number of stages.
     """
@@ -191,7 +186,7 @@ class StageWeights:
         )
 
     def __call__(self, assignment: StageAssignment) -> Weights | None:
-        """Returns the weights of each stage; None if the model cannot have these stages."""
+        """Returns the weights of each stage, or None if the model cannot have these stages."""
         stages = assignment.stages
         layers = len(self.costs)
         given = self.given

@@ -2,7 +2,7 @@
 
 All formulas are element-wise, so that one call can price a single layout, a table of measured runs,
 or all candidates of a search. `benchmarks/planner/published.py` fits the constants and writes
-`constants.json`. For a device and dtype without a measured run, the constant is a guess.
+`constants.json`. Constants of a device and dtype without a measured run are guesses.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ SPEEDS = (
     *("gb200/bf16", "gb200/fp8", "gb200/fp4"),
 )
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
-# "recent" stands for Megatron Core and NeMo of 2025, for which only runs with experts were fitted.
+# "recent" means Megatron Core and NeMo of 2025, fitted only to runs of models with experts.
 ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp", "recent")
 
 FAMILIES = {"speed": SPEEDS, "network": NETWORKS, "engine": ENGINES}
 
 
 def from_odds(odds: Number | float) -> Number:
-    """Returns the fraction that the odds stand for, such as 0.5 for odds of 1."""
+    """Converts odds to a fraction: odds of 1 are 0.5."""
     return np.asarray(odds / (1 + odds))
 
 
 class Constants:
-    """Fitted constants by name; `benchmarks/planner/published_fit.py` describes each of them."""
+    """Holds the fitted constants by name; `benchmarks/planner/published_fit.py` describes them."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self.values = values
@@ -66,9 +66,9 @@ class Constants:
         return self.values[name]
 
     def of(self, family: str, key: str, index: Number) -> Number:
-        """Returns, for each row, the constant `key` of the row's member of a family.
+        """Returns the constant `key` for each row, such as the rate of the row's network.
 
-        `index`: index of each row's member in `FAMILIES[family]`.
+        `index`: for each row, the index of its speed, network or engine in `FAMILIES[family]`.
         """
         values = [self.values[f"{family}.{name}.{key}"] for name in FAMILIES[family]]
         return np.array(values)[np.asarray(index, dtype=int)]
@@ -79,8 +79,8 @@ def load() -> Constants:
     return Constants(json.loads(FILE.read_text())["constants"])
 
 
-# GPU → constants for parallel3d's own kernels. They reproduce the seconds of GEMMs, attention,
-# element-wise kernels, head and loss, and optimizer in the trace of a llama_1b step (docs/gpu.md).
+# GPU → constants for parallel3d's own kernels. They reproduce the seconds in a trace of a llama_1b
+# step (docs/gpu.md): GEMMs, attention, element-wise kernels, head and loss, and the optimizer.
 OWN_RATES = {
     "h100": {
         "speed.h100/bf16.rate": 0.8129,
@@ -94,14 +94,14 @@ OWN_RATES = {
 
 
 def load_own(card: str) -> Constants:
-    """Reads the fitted constants, with those of parallel3d's own kernels if `card` was timed."""
+    """Reads the fitted constants, some of which `OWN_RATES` replaces if it has the GPU `card`."""
     return Constants({**load().values, **OWN_RATES.get(card, {})})
 
 
 def range_of_a_new_place() -> tuple[float, float]:
     """Returns the range of measured / predicted seconds for unknown hardware or software.
 
-    Four of five runs with a GPU, network or engine that was left out of the fit were in this range.
+    When a GPU, network or engine was left out of the fit, 80 % of its runs were in this range.
     """
     low, high = json.loads(FILE.read_text())["ranges"]["place"]
     return low, high
@@ -130,28 +130,28 @@ class StepWork:
     pp: Number
     dp: Number
     cp: Number
-    cp_style: Number  # index into STYLES; the index after the last one means the cheapest style
+    cp_style: Number  # index into STYLES, or len(STYLES) for the cheapest style
     chunks: Number  # model chunks per pipeline rank
-    split: Number  # share of the bubble that split backwards leave, or 0 for whole backwards
+    split: Number  # share of the bubble that remains with a split backward, or 0 without a split
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
-    # Number of layers of the first stage, of the largest one between the ends, and of the last one
+    # Number of layers in the first stage, in the largest middle stage and in the last stage
     first: Number
     middle: Number
     last: Number
     # Software
     zero: Number
-    recompute_norm: Number  # flags of the parts of `recompute`, without parts that others imply
+    recompute_norm: Number  # flags of the parts of `recompute`; a part that another implies has 0
     recompute_activation: Number
     recompute_attention: Number
     recompute_mlp: Number
     recompute_layer: Number
-    recompute_end: Number  # flag of all other operations, which some frameworks recompute too
+    recompute_end: Number  # flag: all other operations are recomputed too, as in some frameworks
     sequence_parallel: Number
     flash: Number
     dropout: Number
-    parallel_block: Number  # flag: attention and MLP share a norm, which halves tp's collectives
+    parallel_block: Number  # flag: attention and MLP share a norm, which halves the tp collectives
     overlap_tp: Number
     overlap_pp: Number
     overlap_dp: Number
@@ -167,7 +167,7 @@ class StepWork:
     memory_rate: Number  # bytes/s of the GPU's memory
     units: Number  # number of multiprocessors
     link_rate: Number  # bytes/s of NVLink in one direction
-    fabric_rate: Number  # bytes/s of one GPU's share of the network in one direction
+    fabric_rate: Number  # bytes/s of one GPU's network bandwidth in one direction
     # Indices into SPEEDS, NETWORKS and ENGINES
     speed: Number
     fabric: Number
@@ -185,12 +185,12 @@ class StepWork:
     expert_ffn: Number = field(default_factory=partial(np.zeros, ()))
     shared_ffn: Number = field(default_factory=partial(np.zeros, ()))
     ep: Number = field(default_factory=partial(np.ones, ()))
-    load: Number = field(default_factory=partial(np.ones, ()))  # rows of the fullest rank / mean
+    # Rows of the experts on the fullest rank, divided by the mean of all ranks
+    load: Number = field(default_factory=partial(np.ones, ()))
     overlap_ep: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.overlap`
     copies: Number = field(default_factory=partial(np.zeros, ()))  # index into COPIES
-    # Multi-head latent attention (DeepSeek-V2): widths of the latents and of the parts of a head,
-    # which are 0 in rows without latents. In all other rows, `head_size` is the mean of the widths
-    # of a query and a value.
+    # Multi-head latent attention (DeepSeek-V2): widths of the latents and of the parts of a head, 0
+    # in rows without latents. With latents, `head_size` is the mean width of a query and a value.
     q_latent: Number = field(default_factory=partial(np.zeros, ()))
     kv_latent: Number = field(default_factory=partial(np.zeros, ()))
     value_size: Number = field(default_factory=partial(np.zeros, ()))
@@ -244,7 +244,7 @@ class StepWork:
         return self._with_latents(layer_ops(self.widths._replace(experts=experts)))
 
     def _with_latents(self, ops: list[Op]) -> list[Op]:
-        """Returns the operations with the matrices of latent attention in rows that use it."""
+        """Returns `ops` with the projections of latent attention in the rows that use it."""
         latent = self.q_latent > 0
         if not np.any(latent):
             return ops
@@ -275,25 +275,25 @@ class StepWork:
         return self.mixed(dense, of(self.expert_ops))
 
     def mixed(self, dense: Any, sparse: Any) -> Any:
-        """Returns the mean over all layers of a value.
+        """Returns the mean of a value over all layers.
 
-        `dense`, `sparse`: the value of layers without and with experts.
+        `dense`, `sparse`: the value of a layer without and with experts.
         """
         return np.where(self.sparse > 0, dense + self.sparse * (sparse - dense), dense)
 
     @functools.cached_property
     def parameters(self) -> Any:
-        """Returns the number of elements of a layer's matrices, without experts, on a tp rank."""
+        """Returns a rank's mean number of matrix elements per layer, without experts."""
         return self.mean(lambda ops: _elements(ops, of_experts=False))
 
     @functools.cached_property
     def expert_parameters(self) -> Any:
-        """Returns the number of elements of a layer's experts on a rank."""
+        """Returns a rank's mean number of expert elements per layer."""
         return self.mean(lambda ops: _elements(ops, of_experts=True))
 
     @functools.cached_property
     def multiplied(self) -> Any:
-        """Returns the number of matrix elements in a layer by which a rank multiplies a token."""
+        """Returns a rank's multiply-adds per token in the GEMMs of a layer, as a mean."""
         gemms = self.mean(
             lambda ops: sum(o.rows * o.inputs * o.outputs for o in ops if o.kind == "gemm")
         )
@@ -305,7 +305,7 @@ class StepWork:
         return self.tp * self.cp * self.dp / self.ep
 
 
-EXPERTS = "mlp.experts."  # prefix of the names of operations on the rows of experts
+EXPERTS = "mlp.experts."  # prefix of the names of the experts' operations
 
 
 def _elements(ops: Sequence[Op], *, of_experts: bool) -> Any:
@@ -352,16 +352,16 @@ def _sliding(model: ModelConfig) -> float:
 
 # Time of a pipeline in closed form (tested against `schedules/walk.py`)
 
-# Share of the bubble that split backwards leave: (F + I - W) / (F + I + W) for costs F : I : W of
-# 1 : 1.2 : 0.8. Simulations of zb_h1 and interleaved_zb agree within 0.02; zbv leaves 0.2 of the
-# bubble of 1F1B.
+# Share of the bubble that remains with a split backward: (F + I - W) / (F + I + W), where forward,
+# input gradient and weight gradient cost F : I : W = 1 : 1.2 : 0.8. Simulations of zb_h1 and
+# interleaved_zb agree within 0.02; with zbv, 0.2 of 1F1B's bubble remains.
 SPLIT_BUBBLE = 0.47
 _COSTS = (1.0, 1.2, 0.8)
 _CLOCKED = 16  # V-Half has no closed form, so it is simulated, with at most this many ranks
 
 
 def share_left(schedule: str, ranks: int, microbatches: int) -> float:
-    """Returns the share of the bubble that split backwards leave, or 0 if backwards are whole."""
+    """Returns the share of the bubble that remains with a split backward, or 0 without a split."""
     if schedule == "v_half":
         return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
     return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
@@ -369,7 +369,7 @@ def share_left(schedule: str, ranks: int, microbatches: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _v_half(ranks: int, microbatches: int) -> float:
-    """Returns the `share_left` of V-Half from two simulations.
+    """Returns `share_left` for V-Half, extrapolated from two simulations.
 
     The idle time is linear in the number of micro-batches.
     """
@@ -397,17 +397,17 @@ def pipeline_time(
     chunks: Number,
     split: Number | float = 0.0,
 ) -> Any:
-    """Returns the seconds of a step of 1F1B, plain (chunks=1) or interleaved.
+    """Returns the seconds that the pipeline takes for all micro-batches of a step.
 
-    The slowest stage is busy throughout, and the other stages determine the fill and the drain.
+    The slowest stage waits only while the other stages fill and drain the pipeline.
 
     Args:
         first, middle, last: seconds of a micro-batch's forward and backward on the first stage, the
-            slowest one between the ends, and the last one.
+            slowest middle stage and the last stage.
         total: sum of these seconds over all stages.
         microbatches: number of micro-batches.
         chunks: model chunks per pipeline rank.
-        split: share of the bubble that remains (`share_left`), or 0 for whole backwards.
+        split: share of the bubble that remains (`share_left`), or 0 if no backward is split.
     """
     left = np.where(np.asarray(split) > 0, split, 1.0)
     slowest = np.maximum(np.maximum(first, middle), last)
@@ -419,12 +419,12 @@ _TILES = ((256, 128, 1, 0), (128, 128, 1, 1), (128, 64, 1, 2), (256, 128, 4, 0),
 
 
 def smooth_max(a: Number, b: Number, power: float = 4.0) -> Any:
-    """Returns about max(a, b), and more if they are similar, as neither fully hides the other."""
+    """Returns max(a, b), plus a margin if they are close, because neither fully hides the other."""
     return (a**power + b**power) ** (1 / power)
 
 
 def of_engine(work: StepWork, factor: float) -> Any:
-    """Returns `factor` in rows with the engine "recent", and 1 in others."""
+    """Returns `factor` in rows with the engine "recent", and 1 in all others."""
     return np.where(work.engine == ENGINES.index("recent"), factor, 1.0)
 
 
@@ -435,8 +435,8 @@ def gemm(
 
     The rate of large matmuls is reduced for a short k (fill and drain of each tile), for tiles that
     reach over the edge, for an incomplete last wave (only in part, as cuBLAS chooses among tiles),
-    and for sizes that are not multiples of 64. In rows in which a size is 0, there is no matmul,
-    and it takes no time.
+    and for an n or k that is not a multiple of 64. A row with a size of 0 has no matmul and takes
+    no time.
     """
     exists = m * n * k * groups > 0
     m, n, k, groups = (np.maximum(size, 1e-9) for size in (m, n, k, groups))
@@ -498,8 +498,8 @@ _RING = 32
 def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int) -> Any:
     """Returns the bytes/s of a ring over `ranks` GPUs that are `stride` apart.
 
-    Inside a node, it is the rate of the link. Otherwise, it is at most the network bandwidth of the
-    ring's members in one node, because the other rings of the node run at the same time.
+    Inside a node, this is the rate of NVLink. Between nodes, it is at most the network bandwidth of
+    the ring's own GPUs in one node, because the node's other rings run at the same time.
     """
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     link = work.link_rate * c["link.rate"]
@@ -512,7 +512,7 @@ def latency(
 ) -> Any:
     """Returns the latency, in seconds, of a collective with `steps` steps over the network.
 
-    Inside a node, it is the latency of the link.
+    Inside a node, it is the latency of NVLink, whatever `steps` is.
     """
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     network = c.of("network", "latency_us", work.fabric) * steps
@@ -550,7 +550,6 @@ def hop(work: StepWork, c: Constants) -> Any:
     rate = pair_rate(work, c, inside)
     cut = np.maximum(work.scatter_gather, work.sequence_parallel)
     share = np.where(cut > 0, work.tp, 1.0)
-    # The tensor-parallel ranks share the node's network, whether they send full copies or slices.
     software = c.of("engine", "hop_us", work.engine)
     wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
     return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)
@@ -575,7 +574,7 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     parts["tp collectives"] = waits + context_parallel(work, c, attends)
     if np.any(work.overlap_ep):
         computes = sum(parts.values()) - parts["exchange of tokens"]
-        # Nothing is launched while the host waits for the numbers of rows.
+        # No kernel is launched while the host waits for the row counts.
         waits = np.where(work.ep > 1, 1e-6 * c["experts.wait_us"], 0.0)
         wire = parts["exchange of tokens"] - work.sparse * _passes(work) * waits
         hidden = np.minimum(wire, computes)
@@ -602,7 +601,7 @@ def _of_layer(ops: Sequence[Op], work: StepWork, c: Constants) -> tuple[dict[str
 
 
 def repeats(op: Op, work: StepWork) -> Any:
-    """Returns 1 in rows in which a layer's backward recomputes the operation, and 0 in others."""
+    """Returns 1 in rows that recompute the operation in the backward, and 0 in all others."""
     flags = (getattr(work, f"recompute_{part}") for part in op.parts or ("end",))
     return functools.reduce(np.maximum, flags)
 
@@ -634,15 +633,15 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     return forward + copied + cast + move(work, c, weights) * work.fp8, backward + cast
 
 
-# Operations whose names begin with one of these take time in proportion to the load.
+# Operations with these name prefixes take time in proportion to `StepWork.load`.
 LOADED = (EXPERTS, "mlp.dispatch", "mlp.combine")
 
 
 def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
     """Returns the seconds of a grouped GEMM over all experts of a rank, in four parts.
 
-    They are the forward, the input gradient, the weight gradient, and the gathering or summing of
-    rows of the hidden size.
+    The parts are the forward, the input gradient, the weight gradient, and the kernel that gathers
+    or sums the rows of hidden states.
     """
     groups, slower = op.matrices, c["experts.rate"]
     each = rows / groups
@@ -688,10 +687,10 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
 
 
 def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
-    """Returns the exposed seconds of a layer's cp traffic in the style of `work`.
+    """Returns the exposed seconds of a layer's cp traffic in the style `work.cp_style`.
 
-    With gather and ring, they are the mean over all layers, in which layers with a window count as
-    free, because the traffic of their halo is neglected.
+    For gather and ring, the result is the mean over all layers. Layers with a window count as 0,
+    because their halo traffic is neglected.
 
     `attends`: seconds of attention in forward and backward.
     """
@@ -730,8 +729,8 @@ COPIES = ("rank", "node", "expert", "every")
 def exchange(work: StepWork, c: Constants) -> Any:
     """Returns the seconds to send all tokens to their experts, or the results back.
 
-    The slower of the NVLink domain and the network counts, with the load of the fullest rank. The
-    wait for the host, which reads the number of rows, is added.
+    This is the time of the fullest rank on NVLink or on the network, whichever is slower, plus the
+    wait for the host, which reads the row counts.
     """
     ep, experts, chosen = work.ep, work.experts, work.active_experts
     inside = np.minimum(ep, work.gpus_per_node)
@@ -746,7 +745,7 @@ def exchange(work: StepWork, c: Constants) -> Any:
     by_node = kind == COPIES.index("node")
     here = np.where(by_node, to_rank * nodes * (inside - 1), here)
     away = np.where(by_node, to_node * (nodes - 1), away)
-    # A rank gets at most one copy of a token, however many of its experts the token has.
+    # A rank gets at most one copy of a token, however many of its experts the token uses.
     most = np.where(kind == COPIES.index("expert"), np.inf, 1 / to_rank)
     load = np.minimum(work.load, most)
     bytes = 2 * work.hidden * work.tokens / work.widths.share * load
@@ -759,7 +758,7 @@ def exchange(work: StepWork, c: Constants) -> Any:
 
 
 def _passes(work: StepWork) -> Any:
-    """Returns how often a layer's tokens travel in forward, backward and recomputation."""
+    """Returns the number of token exchanges in a layer's forward, backward and recomputation."""
     again = sum(repeats(op, work) for op in work.expert_ops if op.name in PASSES)
     return 2 + work.backward * (2 + again)
 
@@ -772,8 +771,8 @@ SENDING = 16 / 132
 def _host(work: StepWork, c: Constants) -> Any:
     """Returns the seconds that the host needs to launch a layer's kernels.
 
-    The seconds grow with tp, and further if pipeline messages and tp collectives share the threads
-    that drive the network.
+    They grow with tp, and more so if pipeline messages and tp collectives share the threads that
+    drive the network.
     """
     launches = 1 + work.recompute_layer / 3
     own = c.of("engine", "launch_us", work.engine)
@@ -787,7 +786,7 @@ def _host(work: StepWork, c: Constants) -> Any:
     found = 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
     if not np.any(work.sparse):
         return found
-    # The host reads the numbers of rows, so experts cannot be part of a graph.
+    # The host reads the row counts, so experts cannot be part of a graph.
     return found + work.sparse * launches * c["experts.launch_us"] * 1e-6
 
 
@@ -818,12 +817,12 @@ class StepTime:
     """Seconds of a step by part; each part is a number or an array.
 
     Attributes:
-        compute: compute of the slowest stage, with exposed collectives inside its layers.
+        compute: time of the slowest stage, including exposed collectives inside its layers.
         bubble: time in which the slowest stage waits for the pipeline to fill and drain.
         messages: exposed messages between stages.
         gradients: exposed reductions of gradients and all-gathers of updated parameters.
         optimizer: the optimizer's update.
-        fixed: time that every step takes.
+        fixed: constant overhead per step.
     """
 
     compute: Any
@@ -863,9 +862,9 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
-    """Returns a rank's trained elements, without experts, for three stages.
+    """Returns a rank's trained elements, without experts, in three stages.
 
-    They are the first stage, the largest one between the ends, and the last one.
+    The stages are the first one, the largest one in the middle, and the last one.
     """
     each = work.trained * work.parameters
     table = work.vocab * work.hidden / work.tp
@@ -883,20 +882,20 @@ def largest_stage(work: StepWork) -> Any:
 
 
 def most_layers(work: StepWork) -> Any:
-    """Returns the number of layers of the stage with the most layers."""
+    """Returns the largest number of layers in a stage."""
     return np.maximum(np.maximum(work.first, work.middle), work.last)
 
 
 def largest_experts(work: StepWork) -> Any:
-    """Returns a rank's trained elements of experts in the stage with the most layers."""
+    """Returns a rank's trained expert elements in the stage with the most layers."""
     return work.trained * work.expert_parameters * most_layers(work)
 
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     """Returns a layer's seconds, including the communication of zero=3.
 
-    zero=3 gathers the parameters twice and reduces the gradients once, during the compute of `each`
-    seconds. In rows without zero=3, the result is `each`.
+    zero=3 gathers the parameters twice and reduces the gradients once, overlapped with compute.
+    `each`: seconds of the layer without this communication, returned in rows without zero=3.
     """
     ranks, stride = work.dp * work.cp, work.tp
     one = gather(work, c, 2 * work.parameters, ranks, stride)
@@ -914,7 +913,7 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
 def _messages(work: StepWork, c: Constants) -> Any:
     """Returns the exposed seconds of pipeline messages.
 
-    There are two messages for each micro-batch and chunk, and those of the fill and the drain.
+    There are two messages for each micro-batch and chunk, plus the messages of the fill and drain.
     """
     shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
     trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
@@ -925,8 +924,8 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
     """Returns the seconds of gradient reductions that the last backward does not hide.
 
     They include the all-gather of parameters with zero=1 and zero=2. Layers are reduced one by one,
-    so that each has the latency of a ring over all ranks; with hundreds of ranks, this takes longer
-    than the transfer of the bytes. `backward`: seconds of the backward.
+    so each adds the latency of a ring over all ranks; with hundreds of ranks, this exceeds the time
+    to transfer the bytes. `backward`: seconds of the backward.
     """
     reduced, returned = _reductions(work, c, largest_stage(work), work.dp * work.cp, work.tp)
     if np.any(work.sparse):
@@ -963,8 +962,8 @@ def _optimizer(work: StepWork, c: Constants) -> Any:
 def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
     """Returns kind → seconds of the busiest stage; the seconds add up to `compute`.
 
-    `work` must have a single row. The seconds beyond kernels and exposed collectives are listed as
-    the host's launches, and include the gathers of zero=3.
+    `work` must have a single row. The time beyond kernels and exposed collectives is listed as
+    launches; it includes the gathers of zero=3.
     """
     (kinds, total), ends = layer(work, c), _ends(work, c)
     stages = np.stack([work.first, work.middle, work.last])

@@ -1,4 +1,4 @@
-"""Predicts the time of layouts from the times that `parallel3d calibrate` has measured."""
+"""Predicts the time of layouts from times measured by `parallel3d calibrate`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Table:
     """Interpolates measured seconds on a grid of sizes.
 
     The logarithm of the seconds is interpolated linearly in the logarithms of the sizes, because
-    seconds grow about as powers of sizes. Beyond the ends of an axis, the slope of its last
+    seconds grow roughly as powers of the sizes. Beyond the ends of an axis, the slope of its last
     interval continues.
 
     Attributes:
-        axes: the measured sizes along each axis, rising.
-        seconds: the measured seconds of all grid points, with the last axis fastest.
+        axes: the measured sizes along each axis, in rising order.
+        seconds: the measured seconds of all grid points; the last axis varies fastest.
 
     Raises ValueError for axes that do not rise, and for times that do not fill the grid or are not
     positive and finite.
@@ -78,7 +78,7 @@ class Table:
             raise ValueError("times must be positive and finite")
 
     def __call__(self, *at: float) -> float:
-        """Returns the seconds at the sizes `at` along the axes, or 0 if any size is 0."""
+        """Returns the seconds at the sizes `at`, one per axis, or 0 if any size is 0."""
         if not all(at):
             return 0.0
         values = [math.log(s) for s in self.seconds]
@@ -93,16 +93,16 @@ class Table:
 
 FORMAT, VERSION = "parallel3d calibration", 4
 READABLE = (3, VERSION)  # files of version 3 have a single kind of layer, without experts
-LARGEST = 4 << 20  # maximum bytes of a file; calibrate writes some ten thousand bytes
+LARGEST = 4 << 20  # maximum bytes of a file; calibrate writes about ten thousand bytes
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 ALL_TO_ALL = "all_to_all"  # measured for models with experts
-# Suffix of the table of a collective among ranks that share cores, which has a rank's CPU seconds.
+# Suffix of a collective's table of CPU seconds per rank, used if ranks share cores.
 SHARED = ".shared"
 WAYS = ("forward", "input", "weight")
 SHARE_OF_EP = "experts"  # prefix of tables with the effect of ep on a block with experts
-# Name → number of axes of the tables in a file for a model with one kind of layer. The comments
-# give the axes and the values.
+# Table → number of axes, in a file for a model with one kind of layer. The comments list the axes,
+# then the values.
 TABLES = {
     # tp, tokens of a micro-batch: seconds of one tensor-parallel rank, without collectives
     **{f"{piece}.{way}": 2 for piece in ("block", "embedding", "head") for way in WAYS},
@@ -115,17 +115,17 @@ TABLES = {
 
 
 def block_name(index: int) -> str:
-    """Returns the prefix of the tables of a block whose kind of layer has the number `index`."""
+    """Returns the prefix of a block's tables for kind of layer `index`."""
     return f"block.{index}" if index else "block"
 
 
 def recompute_name(part: str, index: int) -> str:
-    """Returns the name of the table of a part of `recompute` for kind of layer `index`."""
+    """Returns the name of the table for a part of `recompute` in kind of layer `index`."""
     return f"recompute.{index}.{part}" if index else f"recompute.{part}"
 
 
 def tables_of(model: ModelConfig) -> dict[str, int]:
-    """Returns name → number of axes of the tables that a file for this model has."""
+    """Returns table → number of axes for all tables in a file for this model."""
     found = dict(TABLES)
     for index in range(1, len(layer_kinds(model))):
         found |= {f"{block_name(index)}.{way}": 2 for way in WAYS}
@@ -137,14 +137,14 @@ def tables_of(model: ModelConfig) -> dict[str, int]:
     return found
 
 
-# Names of single numbers: the host's seconds for a pipeline action, the memory of a rank without
-# tensors and of the whole machine or GPU in GB, and the peak speed of a device in TFLOP/s.
+# Names of single numbers: the host's seconds per pipeline action, the GB of a rank without tensors,
+# the GB of the whole machine or GPU, and the peak TFLOP/s of a device.
 NUMBERS = ("launch.action", "rank_gb", "memory_gb", "peak_tflops")
 
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """Device, software and date with which a calibration was made."""
+    """Device, software and date of a calibration."""
 
     device: str  # cpu or cuda
     name: str  # the device's name
@@ -194,7 +194,7 @@ class MeasuredMachine:
         return min(self.kinds, key=differences)
 
     def text(self) -> str:
-        """Returns the text of the machine's file."""
+        """Returns the content of the machine's file, as YAML."""
         tables = {
             name: {
                 "axes": [[_short(v) for v in axis] for axis in table.axes],
@@ -210,12 +210,12 @@ class MeasuredMachine:
 
 
 def _short(value: float) -> float | int:
-    """Returns the value rounded to four digits, as timers are not more precise."""
+    """Returns the value with four significant digits, as timers are not more precise."""
     return int(value) if value == int(value) and value < 1e15 else float(f"{value:.4g}")
 
 
 def read(file: str) -> MeasuredMachine:
-    """Reads a machine's file. Raises UserError if it is not a valid file of calibrate."""
+    """Reads a file written by `parallel3d calibrate`. Raises UserError if it is not valid."""
     key = f"cluster={plain(file)}"
     try:
         content = yaml.load(read_bounded(Path(file), LARGEST), _Loader)
@@ -280,7 +280,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
-    """Raises UserError if the file was measured with another dtype than `precision`."""
+    """Raises UserError if the file was measured in a dtype other than `precision`."""
     if machine.made.type != precision:
         raise UserError(
             f"precision={precision} must be {machine.made.type}, in which cluster={plain(file)} "
@@ -310,7 +310,7 @@ def check_device(
 
 
 def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
-    """Returns a sentence about scaled times if blocks differ from the measured ones, else ""."""
+    """Returns a notice that times are scaled if blocks differ from the measured ones, else ""."""
     measured, here = machine.model, layer_kinds(model)
     like = {kind: machine.nearest(kind) for kind in here}
     same = model.seq_length == measured.seq_length
@@ -353,8 +353,8 @@ def passes(
 ) -> Passes:
     """Returns the seconds of each pass of a block, the embedding or the head.
 
-    They are the measured seconds times the ratio of the FLOPs here to the measured ones, without
-    collectives and recomputation.
+    They are the measured seconds, scaled to this model's FLOPs or, for the embedding, to its hidden
+    size. Collectives and recomputation are not included.
 
     Args:
         piece: "block", "embedding" or "head".
@@ -388,9 +388,9 @@ def _share_of_experts(model: ModelConfig, kind: LayerKind) -> float:
 def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, tokens: int) -> Passes:
     """Returns the seconds that expert parallelism adds to each pass of a block with experts.
 
-    The seconds are negative if expert parallelism saves time, because a rank has fewer experts,
-    each with more rows. The change was measured as a share of the seconds of a block that has as
-    many tokens as the experts of one tensor-parallel rank get.
+    They are negative if expert parallelism saves time, because a rank then has fewer experts, each
+    with more rows. The change was measured relative to a block with tp=1, so it is scaled by the
+    seconds of such a block with one tensor-parallel rank's share of the tokens.
     """
     own = tokens / config.tp  # sequence parallelism divides the tokens
     if config.ep == 1:
@@ -412,12 +412,12 @@ def stage_passes(
 ) -> Passes:
     """Returns the seconds of each pass of a rank's stage.
 
-    They include blocks, embedding and head, and the host's work per action, but no gradients of
-    frozen parameters.
+    They include blocks, embedding, head, recomputation and the host's work per action, but not the
+    gradients of frozen parameters.
     """
     frozen, few = rank.blueprint.frozen, rank.kinds_of(stage.backward)
     trained = rank.trained_layers(stage)
-    parts = sorted(parts_of(config.recompute))  # so that all processes add in the same order
+    parts = sorted(parts_of(config.recompute))  # so that all processes sum in the same order
     found = np.zeros(3)
     for of in rank.kinds_of(stage):
         back = next((b for b in few if b.kind == of.kind), LayersOfKind(of.kind, 0, 0))
@@ -438,11 +438,11 @@ def stage_passes(
 def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -> float:
     """Returns the seconds that a rank needs for all calls of a transfer.
 
-    If the run's ranks share cores, they are the seconds of the rank's CPU work.
+    If the run's ranks share cores, these are the rank's CPU seconds.
     """
     shares = machine.shares and rank.layout.world_size > machine.made.count
     ranks = 2 if sent.op == "send_recv" else group_size(sent.dim, rank.layout)
-    # An all-gather stands for collectives that were not measured, as it moves as many bytes.
+    # A collective that was not measured gets the time of an all-gather of as many bytes.
     op = sent.op if sent.op in machine.tables else "all_gather"
     return sent.count * machine[op + SHARED * shares](ranks, max(sent.nbytes, FEW))
 
@@ -465,16 +465,16 @@ def shared_clock(
     Args:
         orders: the actions of each rank.
         assignment: the stages of each rank.
-        costs: seconds of a rank that runs alone. Half of the hop is work of the sender, and half is
-            work of the receiver.
-        replicas: number of ranks that do the same as each rank of the pipeline, tp × cp × dp.
+        costs: seconds of a rank that runs alone. The sender and the receiver each do half of the
+            work of a hop.
+        replicas: number of ranks with the same actions as each pipeline rank, tp × cp × dp.
         speed: returns the speed of each rank for a number of busy ranks; 1 is the speed of a rank
             that runs alone.
         ends: seconds of each rank after its order, for reductions and the update, or None for 0.
 
     Raises ScheduleError if ranks wait for each other in a cycle.
     """
-    # `hops`: number of messages that a pass of each stage sends or receives. Two stages on the same
+    # `hops`: number of messages that each stage sends or receives in a pass. Two stages on the same
     # rank, as at the turn of a V, exchange none.
     places = assignment.places
     far = [a[0] != b[0] for a, b in pairwise(places)]
@@ -507,8 +507,8 @@ class MeasuredTime(StepTime):
 def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> MeasuredTime:
     """Returns the seconds of a step of a checked configuration on the machine.
 
-    Communication is computed from `traffic.transfers`, and compute from the measured pieces. The
-    forward is given one half of the tp, cp and ep collectives, and the backward the other half.
+    Communication is computed from `traffic.transfers`, and compute from the measured pieces. Half
+    of the time of the tp, cp and ep collectives counts in the forward, and half in the backward.
     `load`: rows of the fullest rank's experts relative to the mean. Raises UserError for an
     impossible schedule or split of the layers.
     """
@@ -577,7 +577,7 @@ def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
     return speed
 
 
-MOST = 4000  # maximum number of layouts that are priced, from the first one on
+MOST = 4000  # maximum number of layouts that get a time; later ones are skipped
 UNKNOWN = MeasuredTime(*[math.inf] * 7)
 
 
@@ -619,7 +619,7 @@ def price_measured(
 
 
 def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:
-    """Returns the fields of `StepWork` that a search needs and that no layout changes."""
+    """Returns the fields of `StepWork` that a search needs and that are equal in all layouts."""
     made, memory = machine.made, machine.numbers["memory_gb"] * 1e9
     each = min(1.0, made.count / ranks) if machine.shares else 1.0
     return {

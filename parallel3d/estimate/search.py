@@ -48,16 +48,16 @@ from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 GIB = 2.0**30
 Fixed: TypeAlias = Mapping[str, Any]  # field of `LayoutChoice` → value from the command line
 FULL, NONE = "full", "none"
-# Sorted by cost: recomputing attention takes more seconds per saved byte than recomputing norms and
-# activation does.
+# Sorted by cost: attention takes more seconds to recompute per saved byte than norms and activation
+# do.
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
 WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules that do not split the backward
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 # In the search, a context-parallel rank has at least this many tokens of a sequence.
 CP_TOKENS = 8192
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
-# Largest pipelines in the search, in general and with V-Half. Larger ones take too long: the time
-# grows with the square of the ranks, and choosing a pattern of V-Half for 64 ranks takes 2 s.
+# Largest pipelines in the search, in general and with V-Half. Larger ones take too long to price:
+# the time grows with the square of the ranks, and finding a V-Half pattern for 64 ranks takes 2 s.
 MOST_STAGES, MOST_V_HALF = 512, 64
 # A layout that fills more than NEARLY_FULL of a GPU's memory is sorted as if it took TIGHT times as
 # long, because runs on such GPUs have stalled or failed.
@@ -75,7 +75,7 @@ class LayoutChoice:
     dp: int
     micro_batch_size: int
     schedule: str
-    recompute: str  # spelled as text by `config.values.spelled`
+    recompute: str  # text from `config.values.spelled`
     zero: int
     cp: int = 1
     ep: int = 1
@@ -95,7 +95,7 @@ TYPES = ("bf16", "fp16")
 def card_of(config: Config) -> tuple[str, Device]:
     """Returns the name and the data of the cluster's GPU.
 
-    Raises UserError if cluster.gpu is not set or unknown, or if this GPU does not have the dtype.
+    Raises UserError if cluster.gpu is unset or unknown, or if the GPU does not support the dtype.
     """
     named, type = (config.cluster.gpu or "null").lower(), config.precision.name
     found = next((w for w in named.replace("-", " ").split() if w in DEVICES), None)
@@ -175,10 +175,10 @@ class Priced:
 
 
 def configure(config: Config, choice: LayoutChoice) -> Config:
-    """Returns the configuration in the layout `choice`.
+    """Returns the configuration with the layout `choice`.
 
-    This turns sequence parallelism on if tp > 1, and off otherwise. On a measured machine, `sp`
-    keeps its value unless there are experts, which need sequence parallelism.
+    Sequence parallelism is on if tp > 1, and off otherwise. On a measured machine, `sp` keeps its
+    value unless there are experts, which need sequence parallelism.
     """
     turns_on = config.cluster.file is None or config.model.num_experts > 0
     sp = choice.tp > 1 if turns_on else config.sp
@@ -202,7 +202,7 @@ def layouts(
 ) -> Iterator[LayoutChoice]:
     """Yields the layouts that are possible on `gpus` GPUs.
 
-    Expert parallelism takes every size that divides the experts and the ranks of a stage.
+    `ep` takes every value that divides the number of experts and the number of ranks of a stage.
 
     Args:
         sizes: sizes of the model, see `sizes_of`.
@@ -254,7 +254,7 @@ def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[st
     """Returns the possible schedules for these numbers of stages and chunks.
 
     `typed`: the only schedule to consider, or None for all but GPipe, which needs more memory than
-    1F1B. FSDP2 does not support schedules that split the backward.
+    1F1B. With FSDP2 (zero ≥ 2), schedules with several chunks or a split backward are left out.
     """
     if pp == 1:
         found = ["1f1b"]
@@ -305,7 +305,7 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     parts = [parts_of(c.recompute) for c in choices]
     for part in PARTS:
         column[f"recompute_{part}"] = np.array([float(part in of) for of in parts])
-    # A rank's experts get at most all rows of the tokens in its group.
+    # The load is highest if all tokens of a group choose experts of the same rank.
     experts, chosen, ep = column["experts"], column["active_experts"], column["ep"]
     most = ep * np.minimum(chosen, experts // ep) / chosen
     column["load"] = np.minimum(column["load"], most)
@@ -394,9 +394,9 @@ def reason(priced: Priced, index: int, first: int, node: int) -> str:
 
 
 def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
-    """Returns a phrase for the cause of the seconds in a part of the step.
+    """Returns a phrase that explains the seconds in a part of the step.
 
-    The cause of compute is a size in which the layout differs from `best`.
+    For compute, the phrase names a difference from the layout `best`.
     """
     over_cp = f" · cp={choice.cp}" if choice.cp > 1 else ""
     causes = {
@@ -454,8 +454,8 @@ def _of_style(config: AnyConfig, style: str) -> AnyConfig:
 def style_seconds(config: Config) -> dict[str, float]:
     """Returns style → seconds per micro-batch that a layer waits for cp traffic.
 
-    Only allowed styles are included. The seconds are the planner's prices if it knows the cluster's
-    GPU; otherwise, they are the prices of the network, without any overlap with compute.
+    Only allowed styles are included. If the planner does not know the cluster's GPU, the seconds
+    are those of the network, without overlap with compute.
     """
     allowed, split = [], config.tensor_parallel.attention
     for style in STYLES:
@@ -481,7 +481,7 @@ def style_seconds(config: Config) -> dict[str, float]:
 
 
 def _sent_seconds(config: Config, style: str) -> float:
-    """Returns the network's price, in seconds, of a layer's cp traffic without overlap."""
+    """Returns the network's seconds for a layer's cp traffic, without overlap."""
     layout = layout_of(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
     order = Tiling.parse(DEFAULT_ORDER, layout)
