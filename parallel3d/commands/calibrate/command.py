@@ -31,10 +31,10 @@ def calibrate_config(
 ) -> CommandConfig:
     """Returns the configuration of the measuring ranks, which are all replicas (dp).
 
-    `typed` has the overrides of the command line, and `world_size` is the number of ranks that a
+    `typed` lists the command-line overrides, and `world_size` is the number of ranks that a
     launcher started (None without a launcher). Raises UserError for keys that calibrate sets
-    itself, an impossible number of ranks, a precision that is not measured on the device, and a
-    file that must not be written.
+    itself, a number of ranks that is not a power of two, a precision that calibrate does not
+    measure on the device, and an output file that cannot be written.
     """
     check_fields(config)
     check_plain(config)
@@ -78,10 +78,10 @@ def _usual(device: DeviceChoice) -> int:
 
 
 def written_to(config: CommandConfig) -> Path:
-    """Returns the path of the file to write.
+    """Returns the path of the cluster file to write.
 
-    Raises UserError if the file has another ending than .yaml or .yml, if its folder does not
-    exist, or if the file exists and may not be overwritten.
+    Raises UserError if the path does not end in .yaml or .yml, if its folder does not exist, or if
+    the file exists and may not be overwritten.
     """
     file = config.calibrate.file
     path = Path(file)

@@ -1,4 +1,4 @@
-"""Options of `parallel3d calibrate`."""
+"""Declares the options of `parallel3d calibrate`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Measures the parts of a model, collectives and cores for `parallel3d calibrate`.
+"""Measures model parts, collectives and CPU contention for `parallel3d calibrate`.
 
-Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on stages
-that are built as in training, with the sizes of one tensor-parallel rank: the embedding, a few
-blocks of each kind of layer, the head with the loss, and the optimizer's step. Where experts are
-divided among ranks, the other ranks are mirrored (`comm/mirrored.py`). The first 2, 4, … ranks
-measure collectives and messages, and how much busy ranks slow each other down. The first rank
-writes the cluster file.
+Every rank runs `calibrate`. Rank 0 runs pipeline stages that are built as in training, with the
+sizes of one tensor-parallel rank. It times the embedding, a few blocks of each kind of layer, the
+head with the loss, and the optimizer step. Where experts are divided among ranks,
+`comm/mirrored.py` simulates the other ranks. The first 2, 4, … ranks measure collectives and
+messages, and how much busy ranks slow each other down. Rank 0 writes the cluster file.
 """
 
 from __future__ import annotations
@@ -76,14 +75,14 @@ from parallel3d.schedules.schedule import make
 Run = Callable[[], object]
 Tell = Callable[[str], None]
 Point = tuple[int, ...]
-TURNS = 3  # number of measurements of blocks on several ranks at once; the fastest counts
+TURNS = 3  # how often blocks are measured on several ranks at once; the fastest time counts
 MEASURED_KEY = "parallel3d/calibrate/measured"
 LEAST = 1e-7  # lower bound of times in seconds, and of ratios
-LOG_EVERY_S = 15.0  # seconds between lines of progress in the log file of a batch job
+LOG_EVERY_S = 15.0  # seconds between progress lines in the log file of a batch job
 
 
 def calibrate(config: CommandConfig, worker: Worker) -> int:
-    """Measures on every rank and writes the file. Returns the exit code, 0.
+    """Runs all measurements, and writes the cluster file on rank 0. Returns the exit code, 0.
 
     The call is collective.
     """
@@ -99,7 +98,7 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
         machine = MeasuredMachine(made, config.model, tables | found, numbers)
         replace_durably(path, machine.text().encode())
         _print_result(path, machine, worker.world_size, time.perf_counter() - began)
-    if worker.store is not None:  # rank 0 takes longer than a collective's timeout
+    if worker.store is not None:  # rank 0 may take longer than a collective's timeout
         if worker.rank == 0:
             worker.store.set(MEASURED_KEY, "")
         else:
@@ -108,7 +107,7 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
 
 
 def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource:
-    """Returns the entries of a new file that name the device, the software and the date."""
+    """Returns the device, the software versions and the date to record in the cluster file."""
     on_device = accelerator.is_accelerator(device)
     return CalibrationSource(
         device=device.type,
@@ -145,10 +144,10 @@ def _teller(worker: Worker) -> Callable[[str], None]:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Returns two amounts of memory in 1e9 bytes, by the names of a cluster file.
+    """Returns two memory sizes in 1e9 bytes, keyed by their names in a cluster file.
 
     `memory_gb` is the memory of the GPU or the host. `rank_gb` is the memory that a rank takes
-    without a model, which is the context on the GPU or the pages of the process.
+    without a model: its context on the GPU, or the memory of its process.
     """
     if accelerator.is_accelerator(device):
         free, whole = accelerator.module(device).mem_get_info(device)
@@ -197,9 +196,9 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tuple[float, float]]:
-    """Times `count` windows of `calls` calls of `run`.
+    """Times `count` windows, each with `calls` calls of `run`.
 
-    Returns for each window the wall seconds per call, and the seconds per call by `clock_of`.
+    Returns, for each window, the seconds per call by wall time and by the clock of `clock_of`.
     """
     clock, found = clock_of(device), []
     run()
@@ -213,16 +212,16 @@ def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tupl
     return found
 
 
-# Measurements of the pieces of a model: actions of the executor on stages in one process.
-BLOCKS = 4  # number of blocks of a stage, so that their weights do not fit into a cache
-# Sizes of micro-batches; the third and fourth are measured unless the global batch is smaller.
+# The pieces of a model are measured by running pipeline stages in one process.
+BLOCKS = 4  # number of blocks in a stage: enough that their weights do not fit into a cache
+# Micro-batch sizes to measure. Sizes above 2 are skipped if they exceed the global batch size.
 MICRO_BATCHES = (1, 2, 4, 16)
 TOGETHER = 2  # number of micro-batches per run of the executor
-# number of blocks of a model with experts, because the device holds a model for each ep at once
+# number of blocks in a stage for timing ep, since the device holds a model for each ep at once
 FEW_BLOCKS = 2
-MOST_SIZES = 3  # maximum number of sizes of micro-batches that are measured with ep > 1
-RUN_S, MOST_RUNS = 0.4, 8  # limits of the seconds and the runs for one point in one pass
-LONG_S = 8.0  # if a point takes more seconds than this, no larger micro-batch is measured
+MOST_SIZES = 3  # maximum number of micro-batch sizes that are measured with ep > 1
+RUN_S, MOST_RUNS = 0.4, 8  # limits on the seconds and runs for one setting in one pass
+LONG_S = 8.0  # if a micro-batch size takes more seconds than this, no larger one is measured
 
 
 class WorkTimes(ActionTimes):
@@ -233,7 +232,7 @@ class WorkTimes(ActionTimes):
 
 
 def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
-    """Returns a model whose parts have the sizes that one of `tp` tensor-parallel ranks has."""
+    """Returns the model with the sizes that one of `tp` tensor-parallel ranks holds."""
     return dataclasses.replace(
         model,
         num_attention_heads=model.num_attention_heads // tp,
@@ -272,33 +271,33 @@ def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
 
 
 def mirrored_group(name: str, size: int) -> Group:
-    """Returns a group of `size` ranks whose first is this process, which the others mirror."""
+    """Returns a group of this process as rank 0 and `size` - 1 simulated ranks that mirror it."""
     mirror = MirroredPeers(size) if size > 1 else None
     return Group(name, tuple(range(size)), 0, None, mirror=mirror)
 
 
 class Blocks(NamedTuple):
-    """A stage of blocks of one kind, and the names of the parts that they recompute."""
+    """Describes a stage of blocks of one kind, and names the parts that they recompute."""
 
     kind: LayerKind
     recompute: Collection[str] = ()
 
 
 class ModelPieces:
-    """A pipeline on one rank: the embedding, stages of blocks, and the head.
+    """Runs and times a pipeline on one rank: the embedding, stages of blocks, and the head.
 
-    If tp > 1, a model with experts runs under sequence parallelism beside mirrored ranks, whereas
-    any other model has the sizes of one tensor-parallel rank and runs as if this rank were alone.
+    If tp > 1, a model with experts runs with sequence parallelism and simulated peers. Any other
+    model is reduced to the sizes of one tensor-parallel rank and runs without peers.
 
     Args:
         config: the configuration with the model.
-        size: number of samples of a micro-batch.
+        size: number of samples in a micro-batch.
         device: the device of all stages.
         stages: the stages between the embedding and the head; by default, one for each kind of
             layer.
         tp: the tensor-parallel size.
         ep: the expert-parallel size.
-        most_blocks: maximum number of blocks of a stage.
+        most_blocks: maximum number of blocks in a stage.
     """
 
     def __init__(
@@ -365,9 +364,9 @@ class ModelPieces:
     def run(self) -> dict[str, float]:
         """Runs a step of two micro-batches and returns the seconds of its parts.
 
-        The entry of an action is named by its kind and chunk, such as `F1`, and is the mean of
-        both micro-batches. `action` is the mean time of the host between two actions, and `update`
-        is the time of clearing and clipping the gradients and stepping the optimizer.
+        An action's key is its kind and chunk, such as `F1`, and its value is the mean over both
+        micro-batches. `action` is the mean time between two actions. `update` is the time to clear
+        and clip the gradients and to step the optimizer.
         """
         now = clock_of(self.device)
         accelerator.synchronize(self.device)
@@ -393,14 +392,14 @@ class ModelPieces:
         return found
 
     def runs(self) -> list[dict[str, float]]:
-        """Returns the seconds of several runs, after a first run that only warms up."""
+        """Returns the seconds of several runs after a warm-up run."""
         return in_turns([self])[0]
 
 
 def in_turns(models: Sequence[ModelPieces]) -> list[list[dict[str, float]]]:
-    """Returns the seconds of several runs of each model, where the models take turns.
+    """Runs the models in turns, after a warm-up run each, and returns the seconds of their runs.
 
-    The ratios of their times therefore do not depend on how fast the processor is at the moment.
+    Because they take turns, changes in processor speed hardly affect the ratios of their times.
     """
     for model in models:
         model.run()
@@ -421,7 +420,7 @@ def _balance(config: CommandConfig, size: int, device: torch.device, tp: Group) 
 
 
 def expert_sizes(model: ModelConfig, most: int) -> list[int]:
-    """Returns the measured values of ep: the powers of two up to `most` that divide the experts."""
+    """Returns the values of ep to measure: powers of two up to `most` that divide num_experts."""
     return [ep for ep in powers_of_two(most) if model.num_experts % ep == 0]
 
 
@@ -441,10 +440,10 @@ def pieces(
     """Measures the pieces of the model for every tp and several micro-batch sizes, in passes.
 
     The pieces are the blocks, the embedding, the head and the optimizer's update. Blocks with
-    experts are measured for every ep, too. `most` is the largest number of ranks in a group.
-    Returns the tables by name, and the seconds of the host between two actions.
+    experts are also measured for every ep. `most` is the largest number of ranks in a group.
+    Returns the tables by name, and the seconds between two actions.
     """
-    found: dict[str, dict[Point, list[float]]] = {}  # the seconds of all runs by name and point
+    found: dict[str, dict[Point, list[float]]] = {}  # seconds of all runs by table and grid point
     sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
     length, kinds = config.model.seq_length, layer_kinds(config.model)
 
@@ -474,12 +473,12 @@ def pieces(
         for index, kind_of_layer in enumerate(kinds):
             tell(f"tp={tp}, recomputation, pass {number + 1}")
             ways = [Blocks(kind_of_layer), *(Blocks(kind_of_layer, (part,)) for part in PARTS)]
-            # Six stages hold all experts of their blocks.
+            # Each stage holds all experts of its blocks, so the six stages have one block each.
             few = 1 if kind_of_layer.experts else BLOCKS
             runs = timed(ModelPieces(config, sizes[1], device, ways, tp=tp, most_blocks=few))
             for chunk, part in enumerate(PARTS, 2):
                 more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
-                # The median is used because the difference of two disturbed times may be too small.
+                # The median is used because noise can make a single difference far too small.
                 keep(recompute_name(part, index), (tp,), [max(statistics.median(more), 1e-3)])
         if tp > 1 or not config.model.num_experts:
             continue
@@ -507,9 +506,9 @@ def pieces(
 def runs_of_experts(
     config: CommandConfig, size: int, device: torch.device, blocks: Blocks, most: int
 ) -> dict[int, tuple[int, list[dict[str, float]]]]:
-    """Runs a pipeline of `blocks`, which have experts, for each ep, in turns.
+    """Runs a pipeline of `blocks` with experts for each ep, in turns.
 
-    Returns for each ep the number of parameters and the seconds of its runs.
+    Returns, for each ep, the number of parameters and the seconds of the runs.
     """
     models = {
         ep: ModelPieces(config, size, device, [blocks], ep=ep, most_blocks=FEW_BLOCKS)
@@ -527,12 +526,12 @@ def table_of(points: dict[Point, float]) -> Table:
     return Table(axes, tuple(points[p] for p in product(*axes)))
 
 
-# Measurements of collectives and messages, and of cores that several ranks use at once.
+# Sizes and limits for measuring collectives, messages and the slowing by other busy ranks.
 SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes of messages on CPUs
 LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)  # bytes of messages on GPUs
 # A window has only a few calls, so that other processes leave some windows undisturbed.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
-# A wall time above this multiple of the CPU time was disturbed by another process.
+# Wall times are capped at this multiple of the CPU time, as other processes cause longer waits.
 MOST_WAIT = 3.0
 
 
@@ -585,12 +584,12 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
 
 
 def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
-    """Returns a function that exchanges `size` bytes as tokens are sent to their experts' ranks."""
+    """Returns a function that sends `size` bytes by all-to-all, like tokens to their experts."""
     group, count = site.group, max(1, size // 4 // site.group.size)
     tensor = torch.zeros(group.size * count, device=site.device)
     even = [count] * group.size
-    # The ranks of a host choose the algorithm by the largest number of elements that a rank may
-    # send, which is reached if all of its tokens go to every rank.
+    # The all-to-all chooses its algorithm by the largest number of elements that a rank may have to
+    # send, which would be needed if each of its tokens went to every rank.
     divides = model.num_experts % group.size == 0
     share = share_sent(model.num_experts, model.experts_per_token, group.size) if divides else 1.0
     most = round(tensor.numel() / share)
@@ -617,7 +616,7 @@ def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str
         seconds = sum(seen) / len(seen)
         times[count,] = min(seconds, times[count,] if turn else seconds)
     slow: dict[Point, float] = {}
-    for count in reversed(counts):  # a slow-down above that of more ranks is noise
+    for count in reversed(counts):  # if fewer ranks seem to slow down more, this is noise
         slow[count,] = max(1.0, min([times[count,] / times[1,], *slow.values()]))
     found = {"together": slow}
     before, times = torch.get_num_threads(), {}

@@ -44,8 +44,8 @@ ASSUMED_CLUSTER = "dgx_h100"
 def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
     """Prints the report and writes the requested file. Returns the exit code, 0.
 
-    `typed` has the overrides of the command line, whose keys count as the user's choices. If it is
-    None, the cluster counts as chosen. Raises UserError for an impossible configuration.
+    `typed` lists the command-line overrides, whose keys count as chosen by the user. If it is None,
+    the cluster counts as chosen. Raises UserError for an impossible configuration.
     """
     wanted, options = config.dryrun.json, config.dryrun
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
@@ -66,7 +66,7 @@ def assumed_cluster(
     """Returns the cluster to use, and the overrides that were assumed for it.
 
     ASSUMED_CLUSTER replaces `own` if `own` has no known GPU and the user chose no cluster. `typed`
-    has the overrides of the command line. If it is None, the cluster counts as chosen.
+    lists the command-line overrides. If it is None, the cluster counts as chosen.
     """
     keys = {"cluster"} if typed is None else chosen_keys(typed)
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
@@ -80,7 +80,7 @@ def find_facts(
 ) -> Facts:
     """Returns the facts about a rank or, if `rank` is None, about the ranks that `_ranks` chooses.
 
-    `reserve_gb` is the memory of a GPU that must stay free, in 1e9 bytes. Raises UserError for an
+    `reserve_gb` is the GPU memory that must stay free, in 1e9 bytes. Raises UserError for an
     impossible configuration.
     """
     config, placement = _settled(config)
@@ -104,9 +104,9 @@ def find_memory(config: Config, stage: int) -> Facts:
 
 
 def _settled(config: Config) -> tuple[Config, RankMapping | None]:
-    """Returns the checked configuration, and the rank mapping if groups of dp depend on it.
+    """Returns the checked configuration, and the rank mapping if the dp groups depend on it.
 
-    If context_parallel.style is auto, the style of the lowest price replaces it.
+    The configuration has the cheapest style in place of context_parallel.style=auto.
     """
     config = check_config(config, own_samples=True)
     # The number of steps in an epoch is unknown without data, and a dry run needs only two steps.
@@ -157,7 +157,10 @@ def _ms(seconds: float) -> str:
 
 
 def print_report(facts: Facts, stream: TextIO) -> None:
-    """Prints the verdict, a row for each rank, and the memory, time and traffic of the fullest."""
+    """Prints whether the model fits, a row per rank, and details of the rank with the highest peak.
+
+    The details are the memory, time and traffic of a step.
+    """
     width = None if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False, legacy_windows=False)
     for line in _heading(facts):

@@ -1,8 +1,8 @@
 """Runs a step of one rank without its peers, on a device whose tensors have no values.
 
-The step's memory is counted by kind, and so are its kernels, FLOPs, collectives and host waits.
-With `compile=true` the blocks run in eager mode, because TorchInductor needs the GPU for which it
-compiles.
+Memory is counted by kind, kernels and FLOPs by part of the step, collectives by group, and host
+waits by reason. With `compile=true` the blocks run in eager mode, because TorchInductor needs the
+GPU for which it compiles.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachi
 from parallel3d.simulated_device.nccl import BACKEND
 from parallel3d.trainer import Trainer
 
-# Achievable fractions of the peaks in datasheets, which are assumed to be the same for all GPUs.
-# They were measured in a training step of llama_1b on one H100 with micro-batches of 8 in bf16
-# (docs/gpu.md), in which the power limit bounds the clock.
+# Achievable fractions of datasheet peaks, which are assumed to be the same for all GPUs. They were
+# measured in a training step of llama_1b on one H100 with micro-batches of 8 in bf16 (docs/gpu.md),
+# where the power limit bounds the clock.
 _H100 = DEVICES["h100"]
 SHARES = {
     # A single square GEMM of size 8192 reaches 795 TFLOP/s outside a step.
@@ -60,9 +60,9 @@ SHARES = {
     "gemm_head": 771 / _H100.peak["bf16"],
     "optimizer": 757 / _H100.peak["bf16"],  # Muon's products have the sizes of the layers' GEMMs
 }
-# Rates of causal attention by cuDNN, forward and backward, by the FLOPs that it computes. Outside a
-# step it reaches 399 TFLOP/s with heads of 64 dimensions and 507 with 128. In the step, whose heads
-# have 64, it reaches 333; the same fraction is assumed for wider heads.
+# Rates of cuDNN's causal attention, forward and backward, without the masked FLOPs. Outside a step
+# it reaches 399 TFLOP/s with heads of 64 dimensions and 507 with 128. In the step, whose heads have
+# 64 dimensions, it reaches 333; wider heads are assumed to slow down by the same factor.
 NARROW = 64
 ATTENTION_NARROW = 333 / _H100.peak["bf16"]  # heads of up to 64 dimensions
 ATTENTION_WIDE = 333 * 507 / 399 / _H100.peak["bf16"]
@@ -71,14 +71,14 @@ BANDWIDTH = 2500 / _H100.memory_gb_s  # mean of all element-wise kernels
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of the cluster.
+    """Describes a GPU of the cluster, and estimates the time of its kernels.
 
     Attributes:
         name: the name of the GPU in `cluster.gpu`.
         peak: the peak FLOP/s in the run's compute type, for MFU.
-        peaks: the peak FLOP/s by type, with the names of `metrics.peak`.
-        bandwidth: the bandwidth of its memory in B/s.
-        memory: the size of its memory in bytes.
+        peaks: the peak FLOP/s by compute type, such as "bf16".
+        bandwidth: the memory bandwidth in B/s.
+        memory: the size of the memory in bytes.
     """
 
     name: str
@@ -88,14 +88,14 @@ class Gpu:
     memory: float
 
     def seconds(self, kind: str, flops: float, nbytes: float, dtype: str, head_dim: int) -> float:
-        """Returns the seconds of a kernel: the longer of its memory traffic and its compute.
+        """Returns the seconds of a kernel: the longer of its memory time and its compute time.
 
         Args:
             kind: a part of the step, one of PARTS.
             flops: FLOPs of the kernel.
-            nbytes: bytes that it reads and writes.
-            dtype: the type of its FLOPs, or "" if it is unknown and the run's type is assumed.
-            head_dim: width of attention's heads, or 0 for other kernels.
+            nbytes: bytes that the kernel reads and writes.
+            dtype: the type in which the kernel computes, or "" to assume the run's type.
+            head_dim: the head dimension of an attention kernel, or 0 for other kernels.
         """
         moving = nbytes / (self.bandwidth * BANDWIDTH)
         share = SHARES.get(kind, ATTENTION_NARROW if head_dim <= NARROW else ATTENTION_WIDE)
@@ -108,7 +108,7 @@ def gpu_of(cluster: ClusterConfig, precision: str, own_tflops: float | None) -> 
     Args:
         cluster: the cluster.
         precision: the run's precision.
-        own_tflops: the GPU's dense peak in that precision, or None for the datasheet's.
+        own_tflops: the GPU's dense peak TFLOP/s in that precision, or None to use the datasheet.
     """
     name, memory, bandwidth = cluster.gpu, cluster.gpu_memory_gb, cluster.gpu_memory_gb_per_s
     if name is None or memory is None or bandwidth is None:
@@ -138,16 +138,16 @@ KINDS = (
     *("activations", "logits", "buffers"),
 )
 OF_KERNELS = ("launches", "bytes", "flops", "seconds")
-ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
-COLLECTIVES = {  # from names of the simulated device to names of `bus_factor`
+ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # number of GEMMs (Dao et al. 2022)
+COLLECTIVES = {  # the simulated device's names → the names that `bus_factor` uses
     **{op: op for op in ("broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")},
-    # A message counts only at its sender; a barrier has no bytes.
+    # A message counts only at its sender, so a receive counts as a barrier, which has no bytes.
     **{"allreduce": "all_reduce", "send": "send_recv", "receive": "barrier"},
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-# FLOPs of operators that torch does not know: grouped products, in which each row is multiplied by
-# one matrix only, and products with fp32 results.
+# FLOPs of operators that torch's FLOP counter does not know: grouped GEMMs, in which each row is
+# multiplied by one matrix only, and GEMMs with fp32 results.
 PRODUCTS: dict[Any, Callable[..., float]] = {
     torch.ops.parallel3d.grouped_matmul: lambda ends, rows, matrices: (
         2.0 * rows.shape[0] * matrices.shape[1] * matrices.shape[2]
@@ -160,7 +160,7 @@ PRODUCTS: dict[Any, Callable[..., float]] = {
 
 
 class Counts(Counter[tuple[str, str]]):
-    """The counts of one step of one rank.
+    """Holds the counts of one rank's step.
 
     A key is a pair of a quantity and a name:
 
@@ -179,21 +179,20 @@ class Counts(Counter[tuple[str, str]]):
 
 
 def _keys_seen(queries: int, keys: int, causal: bool, window: int | None) -> float:
-    """Returns the mean number of keys per query with which a kernel computes.
+    """Returns the mean number of keys that an attention kernel processes per query.
 
-    A causal kernel skips the keys after a query. The last query is at the position of the last key.
-    With a window, the kernel also skips the keys before the window. `window` is None without a
-    window.
+    The last query has the position of the last key. A causal kernel skips the keys after a query.
+    If `window` is not None, each query sees only the last `window` keys up to its position.
     """
     if window is None or window > keys:
         return keys - causal * queries / 2
-    # number of keys by which the first query's window extends beyond the start of the sequence
+    # number of keys that the first query's window lacks at the start of the sequence
     lacking = max(0, window - 1 - (keys - queries))
     return window - lacking * (lacking + 1) / (2 * queries)
 
 
 class StepCounter(Observer):
-    """Counts the events of a simulated machine that it observes.
+    """Counts the memory, kernels, collectives and host waits of a simulated machine.
 
     Args:
         machine: the simulated machine.
@@ -226,7 +225,7 @@ class StepCounter(Observer):
         self._compare()
 
     def start(self) -> None:
-        """Starts to count a step, with the memory that is live now as the first peak."""
+        """Starts counting a step, with the currently live memory as the initial peak."""
         self._reset()
         self.counting = True
 
@@ -254,10 +253,7 @@ class StepCounter(Observer):
             self.live[block.label or "buffers"] -= block.nbytes
 
     def _label(self, tensors: Iterable[Tensor], kind: str, keep: Collection[str] = ()) -> None:
-        """Counts the memory of these tensors as `kind` from now on.
-
-        Memory whose kind is in `keep` stays as it is.
-        """
+        """Relabels the memory of the tensors as `kind`, unless its current kind is in `keep`."""
         for tensor in tensors:
             local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel() == 0:
@@ -273,9 +269,9 @@ class StepCounter(Observer):
         """Labels the memory of parameters, gradients, master weights and optimizer state."""
         parameters = [p.detach() for p in trainer.parameters.values() if p.requires_grad]
         segments = trainer.data_parallel.segments
-        # In fp32 or fp64 the optimizer steps the parameters themselves. In other types the shards
-        # of FSDP2 are the masters, and are gathered in the compute type. Frozen parameters have no
-        # masters.
+        # With a compute type of fp32 or fp64, the optimizer updates the parameters themselves. With
+        # other types, FSDP2's shards are the masters, and are gathered in the compute type. Frozen
+        # parameters have no masters.
         self._label((constant.param for constant in trainer.data_parallel.constants), "parameters")
         own = {p.dtype for p in parameters} != {trainer.dtype}
         self._label([*parameters, *(s.param for s in segments)], "masters" if own else "parameters")
@@ -291,7 +287,7 @@ class StepCounter(Observer):
         if not self.counting:
             return
         nbytes = kernel.nbytes
-        # Offloaded activations are copied on a stream of their own, beside the kernels.
+        # Offloaded activations are copied on a separate stream, concurrently with the kernels.
         if kernel.name in COPIES and part_of_step() == OFFLOAD:
             self.counts["copied", kernel.name] += nbytes
             return
@@ -302,9 +298,10 @@ class StepCounter(Observer):
             self.counts[what, part] += number  # type: ignore[assignment]
 
     def _sort(self, kernel: Kernel) -> tuple[str, float, str, int]:
-        """Returns a kernel's part of the step, its FLOPs, their type, and the width of its heads.
+        """Returns a kernel's part of the step, FLOPs, compute type and head dimension.
 
-        The type is "" if it is unknown, and the width is 0 for kernels other than attention.
+        The type is "" if it is unknown, and the head dimension is 0 for kernels other than
+        attention.
         """
         if kernel.name in COLLECTIVES and kernel.call is None:
             return COMMUNICATION, 0.0, "", 0
@@ -345,11 +342,11 @@ class StepCounter(Observer):
             self.counts["waits", f"{why} ({caller()})"] += 1
 
 
-# These rows tell from the call stack to which part of the step a kernel belongs, and which kind of
-# memory is allocated. A row has a part of a file's path, a function (None matches any), the part of
-# the step, the kind of memory, and the phase. For each frame, from the innermost one on, the first
-# matching row counts. If the entry of this row is None, the next outer frame decides. A backward
-# pass that autograd runs has no frame in these files and belongs to the blocks.
+# These rows map frames of the call stack to the part of the step, the kind of memory that is
+# allocated, and the phase. Each row has a part of a file's path, a function (None matches any), and
+# these three results. Frames are searched from the innermost outwards. The first row that matches a
+# frame applies; if its result is None, the search continues with the next outer frame. A backward
+# pass run by autograd has no frame in these files and is attributed to the blocks.
 _LOSS, _DATA_PARALLEL = "/parallel3d/tensor_parallel/loss.py", "/parallel3d/data_parallel/"
 _EXECUTOR, _FSDP = "/parallel3d/pipeline/executor.py", "/torch/distributed/fsdp/"
 _FSDP_PARAM = f"{_FSDP}_fully_shard/_fsdp_param.py"
@@ -427,7 +424,7 @@ def phase_of_step() -> str:
 
 
 def caller() -> str:
-    """Returns file:line of the innermost frame of parallel3d outside the simulated device.
+    """Returns file:line of the innermost frame of parallel3d outside the code of the dry run.
 
     Returns "?" if there is no such frame.
     """
@@ -443,11 +440,11 @@ def caller() -> str:
     return "?"
 
 
-MORE = 1  # number of micro-batches after the pipeline is full, which suffices to reach the peak
+MORE = 1  # number of micro-batches beyond a full pipeline that suffices to reach the memory peak
 
 
 class Zeros:
-    """A source whose samples all repeat token 0, without a mask."""
+    """Provides samples that consist of token 0 only, without a mask."""
 
     masks = False
 
@@ -475,7 +472,7 @@ def dry_step(
         config: a checked configuration.
         rank: the rank to run.
         gpu: the GPU whose speeds price the kernels.
-        placement: the rank mapping if the groups of dp have two levels, or else None.
+        placement: the rank mapping if the dp groups have two levels, or else None.
         memory_only: whether to return only the facts about memory, which takes at most half the
             time.
     """
@@ -489,12 +486,12 @@ def dry_step(
             groups = ProcessGroups.single()
             if is_made:
                 groups = ProcessGroups.of_run(config, TYPE, placement)
-            # The step has the batch size with which a batch schedule ends.
+            # Without a batch schedule, the step has the final batch size.
             train = dataclasses.replace(config.train, batch_schedule=None)
             config = dataclasses.replace(config, train=train, compile=False)
             zeros = Zeros(config.model.seq_length)
             device = torch.device(TYPE, 0)
-            # The trainer has no name here, so that it is freed after its step.
+            # No variable holds the trainer, so that it is freed after its step.
             return _step(Trainer(config, groups, device, train_source=zeros), counter, memory_only)
     finally:
         machine.observers.remove(counter)
@@ -526,7 +523,7 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
     """Counts a step with just enough micro-batches to fill the pipeline, and extrapolates.
 
     Each further micro-batch adds the difference between a step of two micro-batches and a step of
-    a single one.
+    one, or of three and two if FSDP2 accumulates gradients.
     """
     blueprint, groups = trainer.blueprint, trainer.groups
     counter.machine.collect()
@@ -572,9 +569,9 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
 
 
 def names_of(groups: ProcessGroups) -> dict[Any, str]:
-    """Returns the names by which a run's communicators are counted.
+    """Returns the names under which a run's communicators are counted.
 
-    If several groups share a communicator, it has the name of the last of them in `kinds`.
+    If several groups share a communicator, the name of the last of them in `kinds` is used.
     """
     of_data = ("dp_cp", "dp", "dp_inner", "dp_outer")
     kinds = ("world", "embedding", "pp", *of_data, "cp", "tp", "edp", "ep")
@@ -584,7 +581,7 @@ def names_of(groups: ProcessGroups) -> dict[Any, str]:
 
 
 def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str, Any]:
-    """Returns the rank, its stages, and its memory at the peak of the last step and after that."""
+    """Returns the rank, its stages, and its memory at the peak of the last step and after it."""
     counter.machine.collect()
     assignment, offload = trainer.schedule.assignment, trainer.executor.offload
     stage = trainer.groups.coordinates.pp
@@ -603,9 +600,9 @@ def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str
 
 
 def _sending(blueprint: Blueprint, index: int) -> int:
-    """Returns the number of micro-batches after which the most sends are in flight on a rank.
+    """Returns the number of micro-batches after which a rank's sends in flight reach their limit.
 
-    A send keeps its tensor in memory until it has ended. `index` is the rank's index along pp.
+    A send keeps its tensor in memory until it completes. `index` is the rank's index along pp.
     """
     rank = PipelineRank(blueprint, index)
     each = rank.neighbours(1) + rank.neighbours(-1, with_backward=True)
@@ -613,7 +610,7 @@ def _sending(blueprint: Blueprint, index: int) -> int:
 
 
 def _fewest(blueprint: Blueprint, index: int) -> int:
-    """Returns the smallest number of micro-batches that has the memory peaks of the whole step.
+    """Returns the smallest number of micro-batches that has the same memory peaks as all of them.
 
     The peaks are those of live activations, deferred weight gradients and sends in flight on the
     rank whose index along pp is `index`.

@@ -1,7 +1,7 @@
-"""Makes dry runs of ranks of a configuration, and collects the facts about a step.
+"""Makes dry runs of a configuration's ranks, and collects the facts about a step.
 
-The module does not use the planner, because it verifies the planner's bounds. Its caller therefore
-replaces the style `auto` of context parallelism.
+This module does not use the planner, whose bounds it verifies. Its caller therefore has to resolve
+context_parallel.style=auto.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Facts = dict[str, Any]
 def facts_of(
     config: Config, ranks: list[int], placement: RankMapping | None, reserve_gb: float
 ) -> Facts:
-    """Returns all facts about the rank with the highest peak of memory, and a row for each rank.
+    """Returns all facts about the rank with the highest memory peak, and a row for each rank.
 
-    This enables the simulated device in this process. Raises UserError for an unknown GPU.
+    The call enables the simulated device in this process. Raises UserError for an unknown GPU.
 
     Args:
-        config: a checked configuration, with a style of context parallelism other than auto.
+        config: a checked configuration in which context_parallel.style is not auto.
         ranks: the ranks to run.
-        placement: the rank mapping if the groups of dp have two levels, or else None.
-        reserve_gb: memory of a GPU that must stay free, in 1e9 bytes.
+        placement: the rank mapping if the dp groups have two levels, or else None.
+        reserve_gb: GPU memory that must stay free, in 1e9 bytes.
     """
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
     layout = layout_of(config)
@@ -90,7 +90,7 @@ def facts_of(
 
 
 def step_seconds(row: Facts, times: float) -> float:
-    """Returns the seconds of a step, with its bubble, if all ranks of the pipeline equal this one.
+    """Returns the seconds of a step, with its bubble, if all pipeline ranks take as long as this.
 
     The optimizer and the zeroing of gradients run once per step, so the bubble does not stretch
     them. `times` is the result of `stretch`.

@@ -1,4 +1,4 @@
-"""Options of `parallel3d dryrun`."""
+"""Declares the options of `parallel3d dryrun`."""
 
 from __future__ import annotations
 
