@@ -1,4 +1,4 @@
-"""Rules by which gradients are grouped into buckets and Muon's matrices are assigned to ranks."""
+"""Groups gradients into buckets and assigns Muon's matrices to ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 MIB = 1024 * 1024
 FIRST_BUCKET_MIB = 1.0
 CPU_CAP_MIB = 25.0
-# NVLink and InfiniBand approach their bandwidth only with 100 MiB and more, TCP with far less.
+# NVLink and InfiniBand need 100 MiB and more to approach their bandwidth, TCP far less.
 ACCELERATOR_CAP_MIB = 128.0
 SHARD_ALIGNMENT = 32  # in elements, so that shards in fp32 begin at a multiple of 128 bytes
 
@@ -20,7 +20,7 @@ def padded_numel(numel: int, shards: int) -> int:
 
 
 def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
-    """Returns the size in MiB at which each bucket closes; the last one holds for later buckets."""
+    """Returns the size in MiB at which each bucket closes; later buckets use the last one."""
     if bucket_cap_mb is None:
         return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
     return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
@@ -38,9 +38,9 @@ def assign(
     those of PyTorch's DDP: parameters are never split, and a bucket closes with the parameter that
     makes it reach its cap. If `bucket_cap_mb` is None, the first bucket closes at 1 MiB, so that
     communication starts early, and all others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on
-    an accelerator (`accelerated`). Each of several caps is for one bucket, and the last one also
-    for all later buckets. Each parameter whose index is in `alone` gets a bucket of its own,
-    because both copies of a tied weight must be sharded in the same way.
+    an accelerator (`accelerated`). If several caps are given, each is for one bucket, and the last
+    one also for all later buckets. Each parameter whose index is in `alone` gets a bucket of its
+    own, because both copies of a tied weight must be sharded in the same way.
     """
     caps = caps_of(bucket_cap_mb, accelerated)
     buckets: list[list[int]] = []
@@ -60,7 +60,7 @@ def assign(
     return buckets
 
 
-PIECE = 1 << 24  # number of elements with bf16 states that a GPU updates together, in fp32
+PIECE = 1 << 24  # number of elements with bf16 states that a GPU updates at a time, in fp32
 # Number of tokens whose gradients are cast to the embedding table's dtype at a time. Casting
 # all tokens of a long sequence together would create the largest tensor of a step.
 LOOKUP_TOKENS = 1 << 16

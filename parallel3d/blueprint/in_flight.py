@@ -1,6 +1,6 @@
 """Counts the micro-batches in flight on a rank of a pipeline, before each action of its order.
 
-The bytes of activations follow from the counts by a matmul. So one walk through a schedule serves
+The bytes of activations are a matrix product with the counts. So one walk through a schedule serves
 every model, micro-batch size and form of recomputation in a search.
 """
 
@@ -44,7 +44,7 @@ Seen: TypeAlias = dict[tuple[Kind, int], States]  # (kind, chunk) of the action 
 
 
 def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
-    """Returns a number of micro-batches, at most `microbatches`, that reaches the peak of memory.
+    """Returns how many of the `microbatches` are enough to reach the memory peak.
 
     Further micro-batches would only repeat the steady state.
     """
@@ -62,7 +62,7 @@ def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: 
 def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) -> Seen:
     """Returns the states of `rank` along pp in a step of `microbatches` micro-batches.
 
-    If `microbatches` is None, the number of the run is used.
+    If `microbatches` is None, the run's number is used.
     """
     pipeline = blueprint.pipeline
     count = pipeline.microbatches if microbatches is None else microbatches

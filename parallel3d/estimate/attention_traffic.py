@@ -16,7 +16,7 @@ OVERLAPPED = ("gather", "ring")  # styles that send while attention computes
 
 
 class Sent(NamedTuple):
-    """Calls of one collective with equal sizes, by one rank for one layer and micro-batch.
+    """Calls of one collective, all of the same size, by one rank for one layer and micro-batch.
 
     Attributes:
         op: name of the collective.
@@ -53,7 +53,7 @@ def sends(
     if style == "gather" and drops:
         yield Sent("all_gather", cp * own / 2, 2, 2, what, 0)
         yield Sent("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}", 2)
-    elif style == "gather":  # the backward uses the keys and values of a recomputed forward
+    elif style == "gather":  # a recomputed forward replaces the all-gather of the backward
         yield Sent("all_gather", cp * own, 2, 0, what, 1)
         yield Sent("reduce_scatter", cp * own, 1, 0, f"gradients of {what}", 1)
     elif style == "ring":
@@ -71,9 +71,9 @@ def sends(
 def halo_tokens(
     split: SequenceSplit, samples: int, window: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the numbers of tokens whose keys and values each rank sends and receives.
+    """Returns how many tokens' keys and values each rank sends and receives for a sliding window.
 
-    Ranks exchange these for a sliding window. Each sample is taken to be one document.
+    Each sample is assumed to be one document.
     """
     starts = split.pad_starts(np.zeros((samples, split.length), dtype=np.int32))
     each = amounts(*needed_by_ranks(split.held(starts), starts, window))
@@ -83,7 +83,8 @@ def halo_tokens(
 def halo_sends(w: Widths, sent: Number, received: Number, item: Number) -> Iterator[Sent]:
     """Yields the collectives of a sliding-window layer (context_parallel/window_attention.py).
 
-    `sent`, `received`: numbers of tokens of a micro-batch whose keys and values the rank exchanges.
+    `sent`, `received`: number of tokens of a micro-batch whose keys and values the rank sends, and
+    number of those that it receives.
     """
     each, what = 2 * w.keys * item, "keys and values of windows"
     yield Sent("all_to_all", sent * each, 2, 1, what, 1)

@@ -1,9 +1,9 @@
-"""Computes a safe upper bound of a rank's peak memory from the configuration alone.
+"""Computes a safe upper bound on a rank's peak memory from the configuration alone.
 
 States and the activations of micro-batches in flight are counted exactly. Temporary tensors are not
 listed one by one: their peak is derived from the widths of a layer's operations, and a margin is
-added. `parallel3d dryrun` runs the code and measures its memory, against which
-`benchmarks/planner/plan_dryrun.py` checks the bound. `plan` applies the bound to its best rows.
+added. `benchmarks/planner/plan_dryrun.py` compares the bound with the memory that
+`parallel3d dryrun` measures. `plan` applies the bound to its best rows.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class RankMemory(NamedTuple):
     Attributes:
         parameters, gradients: parameters, and gradients that exist between actions of a step.
         masters: master weights.
-        optimizer: states of the optimizer, with the average of the weights.
+        optimizer: states of the optimizer, including the average of the weights.
         activations: tensors that micro-batches in flight keep for their backward.
         temporary: other tensors at the peak, including the parameters that FSDP2 has gathered.
-        margin: addition for tensors that are not counted.
+        margin: allowance for tensors that are not counted.
         phase: name of the phase of the step in which the peak occurs.
     """
 
@@ -88,9 +88,9 @@ def nearly_fullest(config: Config) -> list[int]:
 def _fullest(blueprint: Blueprint) -> list[tuple[int, RankMemory]]:
     """Returns (index along pp, peak memory) of the ranks that may be the fullest.
 
-    Ranks between the ends differ only in their layers and in their micro-batches in flight, of
-    which earlier ranks have more. The candidates are therefore the first two ranks, the middle one,
-    the last one, and the first of those with the most layers.
+    Ranks between the ends differ only in their layers and in their micro-batches in flight, which
+    are more numerous on earlier ranks. The candidates are therefore the first two ranks, the middle
+    one, the last one, and the first one with the most layers.
     """
     pp = blueprint.layout.pp
     counts = [0] * pp
@@ -168,15 +168,15 @@ def bounded(
 
 
 def loaded(blueprint: Blueprint, load: float) -> Blueprint:
-    """Returns the blueprint with a rank's experts loaded with `load` times the mean rows."""
+    """Returns the blueprint of a rank whose experts get `load` times the mean number of rows."""
     return blueprint if load == blueprint.load else replace(blueprint, load=load)
 
 
 def load_that_fits(config: Config, choice: LayoutChoice, room: float) -> float:
-    """Returns the largest load of a rank's experts for which a layout's memory suffices.
+    """Returns the largest load of a rank's experts with which a layout still fits into memory.
 
-    With this load the layout needs at most `room` bytes more than with load 1. The result is
-    infinity if that holds even when one rank of each expert-parallel group has all rows.
+    `room`: bytes that the layout may need beyond its memory with a load of 1. The result is
+    infinity if the layout fits even when one rank of each expert-parallel group has all rows.
     """
     most, least = most_load(config.model, choice.ep), 1.0
     even = memory_of(config, choice)
@@ -190,7 +190,7 @@ def load_that_fits(config: Config, choice: LayoutChoice, room: float) -> float:
 
 
 def peak_memory(config: Config, index: int, load: float = 1.0) -> RankMemory:
-    """Returns an upper bound of the peak memory of rank `index` along pp.
+    """Returns an upper bound on the peak memory of rank `index` along pp.
 
     `config` must be checked and have dp and a named schedule. `load`: see `memory_of`. Dropout of
     attention probabilities and document masks are not modelled. Raises UserError if a stage would
@@ -294,7 +294,7 @@ class LayerBytes:
 
     @functools.cached_property
     def before_mlp(self) -> float:
-        """Returns the peak of the backward in the operations before the MLP or the experts."""
+        """Returns the peak of the backward in the operations that precede the MLP or experts."""
         every = zip(reversed(self.ops.ops), self._backward(defers=False), strict=True)
         return max(more for op, more in every if not op.name.startswith("mlp"))
 
@@ -303,7 +303,7 @@ class LayerBytes:
         """Returns the peak of the forward of a layer that has no backward.
 
         The code refers to four tensors of the residual stream until the end of the forward. The
-        results of attention or of the MLP are added.
+        results inside attention or the MLP come on top.
         """
         most = made = 0.0
         part = ""
@@ -324,10 +324,7 @@ class LayerBytes:
         return max(self._backward(defers=True))
 
     def _operands(self, op: Op) -> float:
-        """Returns the bytes of a GEMM's saved input and of the gradient of its result.
-
-        Other operations have no operands of a weight gradient.
-        """
+        """Returns the bytes of a GEMM's saved input and of its result's gradient, else 0."""
         row = self.rank.tokens * self.rank.item
         if op.kind != "gemm":
             return 0.0
@@ -346,7 +343,7 @@ class LayerBytes:
         return self.rank.hidden * (1 + self.rank.copies) if gathers else 0.0
 
     def _row(self, op: Op) -> float:
-        """Returns the bytes of one element for each token of the micro-batch or the MLP's chunk."""
+        """Returns the bytes of one element per token of the micro-batch or of the MLP's chunk."""
         row, mlp = self.rank.tokens * self.rank.item, op.name.startswith("mlp.")
         cut = mlp and op.name != "mlp.residual" and not self.rank.blueprint.recompute_layers
         return row / self.rank.mlp_chunks if cut else row
@@ -389,7 +386,7 @@ class LayerBytes:
                 more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
                 more += self.over_cp.again if part != "mlp" else 0.0
             summed = 0.0
-            # With FSDP2 a weight's gradient needs its own memory; else the GEMM adds it in place.
+            # With FSDP2, a weight's gradient needs extra memory; else the GEMM adds it in place.
             if op.kind == "gemm" and rank.fully_sharded:
                 more += rank.item * op.numel
                 if op.matrices > 1:  # gradients of experts are summed in fp32 and then rounded
@@ -531,8 +528,8 @@ class _Moments:
     def _gathered(self, layers: int) -> float:
         """Returns the bytes of the parameters that FSDP2 has gathered.
 
-        They are those of embedding and head, and of `layers` layers with zero=3 or of all layers
-        with zero=2.
+        They belong to embedding and head, and to `layers` layers with zero=3 or to all layers with
+        zero=2.
         """
         rank = self.rank
         if not rank.fully_sharded:
@@ -623,10 +620,10 @@ class _Moments:
     # FSDP2 reduces a layer's gradients during the next layer's backward, or accumulates them.
 
     def _completed(self, stage: StageBlueprint) -> int:
-        """Returns the number of elements of embedding and head whose gradients are complete.
+        """Returns the elements of embedding and head whose gradients a stage's backward completes.
 
-        They are complete after the stage's backward. A tied table is not complete after the first
-        stage's backward if the rank also has the last stage.
+        The first stage's backward does not complete a tied table if the rank has the last stage
+        too.
         """
         rank = self.rank
         adds = stage.first and not stage.last and rank.last and rank.table.tied
@@ -646,10 +643,10 @@ class _Moments:
         return 0.0
 
     def _experts_apart(self, one: int) -> int:
-        """Returns the number of elements of a layer's experts if FSDP2 shards them as a unit.
+        """Returns the elements of a layer's experts if FSDP2 shards them as a unit, else 0.
 
-        Otherwise, or unless all layers of the rank are alike with `one` trained elements each, it
-        returns 0.
+        The result is also 0 unless all layers of the rank have equal sizes and `one` trained
+        elements each.
         """
         numels = [self.rank.numels[of.kind] for of in self.rank.kinds]
         alike = len(numels) == 1 and sum(numels[0]) == one and self.rank.layout.edp > 1
@@ -703,7 +700,7 @@ def _kept(rank: PipelineRank, stage: StageBlueprint, layers: Layers) -> float:
     return kept - sum(_moved(rank, stage, layers)) - _unread(rank, stage)
 
 
-# Operation → the next one, whose weight gradient is the only reason to keep the result.
+# Operation → the GEMM that follows, whose weight gradient is the only reason to keep the result.
 INPUTS = {"input_norm": "attention.qkv", "mlp_norm": "mlp.up", "mlp.activation": "mlp.down"}
 
 

@@ -3,20 +3,20 @@
 A message takes α + N/B seconds (Hockney 1994). The price of a step follows these rules:
 
 1. All groups of one dimension communicate at the same time, one dimension after the other, and
-   nothing overlaps with compute. The seconds are an upper bound of the waits in a step.
+   nothing overlaps with compute. The seconds are an upper bound on the waits in a step.
 2. A flow is the traffic of one rank to its neighbour. Inside a domain, a flow has the GPU's NVLink
    to itself (NVSwitch does not block). Between domains, it has the bandwidth of its GPU's NIC
    divided by the number of flows through that NIC in one direction. Over the spine, it also shares
    the uplinks of the leaf switch, whose bandwidth is that of the NICs under the leaf divided by the
    oversubscription, with all flows going up (or down).
-3. A ring is as fast as its slowest flow, and a dimension is as fast as its slowest ring: it has the
-   lowest bandwidth and the highest latency of any pair. A tree, for small messages, is priced with
-   the same bandwidth and latency.
+3. A ring is as fast as its slowest flow, and a dimension is as fast as its slowest ring. All rings
+   are priced with the lowest bandwidth and the highest latency of any pair. A tree, for small
+   messages, is priced with the same bandwidth and latency.
 4. In two levels (reduce-scatter inside the domain, all-reduce along the rails with 1/inner of the
    bytes, all-gather inside the domain), all outer rings run at the same time and share links as in
    rule 2.
-5. The stages of a pipeline form a chain of ranks. With loops, the last rank sends to the first, in
-   all loops but one, while each of the other ranks sends to the next one.
+5. The stages of a pipeline form a chain of ranks. With several loops, the last rank also sends to
+   the first one, in all loops but the last.
 6. Each transfer takes the cheapest of ring, tree and two levels. A ring costs infinity if a pair in
    it has no wire.
 7. An all-to-all of experts (ep) is not a ring: each rank sends to all other ranks of its group at
@@ -121,7 +121,7 @@ def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
 def best_segments(n: int, nbytes: float, link: Link) -> int:
     """Returns the number of segments with which `broadcast` is fastest.
 
-    The number is √((n − 2)·N / (α·B)), rounded up or down to the faster number. There is at least
+    The number is √((n − 2)·N / (α·B)), rounded up or down, whichever is faster. There is at least
     one segment, and each segment has at least one byte.
     """
     check_sizes(n, nbytes)
@@ -170,7 +170,7 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
 
 @dataclass(frozen=True)
 class Flows:
-    """Flows at the same time from each slot in `here` to the slot at the same index in `there`.
+    """Simultaneous flows from each slot in `here` to the slot at the same index in `there`.
 
     `weights`: the share of a full flow's bytes that each flow sends, or None if all are full.
     """
@@ -194,7 +194,7 @@ class Flows:
         return {k: found[k].item() for k in LinkClass if found[k]}
 
     def slowest(self) -> Link | None:
-        """Returns the bandwidth and latency of the slowest flow, taking shared links into account.
+        """Returns the lowest bandwidth of the flows, which share links, and their highest latency.
 
         Returns None if a pair has no wire.
         """
@@ -202,7 +202,7 @@ class Flows:
             return None
         cluster, ends = self.cluster, (self.here, self.there)
         # `through_nic`: largest number of flows through a NIC. `up`: largest number of flows up (or
-        # down) a leaf switch, for each NIC under it.
+        # down) a leaf switch, divided by the number of NICs under it.
         through_nic, up = 1, 0.0
         outside, spine = self.kinds > LinkClass.NVLINK, self.kinds == LinkClass.SPINE
         if cluster.shares_nics:
@@ -224,7 +224,7 @@ class Flows:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Flows at the same time from each rank to all others of its group.
+    """Simultaneous flows from each rank to all others of its group.
 
     Flows of a rank over links of the same class are merged into one.
 
@@ -299,11 +299,11 @@ def _equals(numbers: npt.NDArray[Any]) -> Slots:
 
 
 class DimFlows(NamedTuple):
-    """Flows of one dimension, which all groups have at the same time.
+    """Simultaneous flows of all groups of one dimension.
 
     Attributes:
         ring: flows of the rings of all groups or, for pp, from each stage to the next.
-        inner: number of ranks of a group in one domain, or 1 if there are no two levels.
+        inner: number of ranks of a group in one domain, or 1 without two levels.
         inside, between: with two levels, flows of the rings inside and between domains.
         pairs: flows of an all-to-all of experts, or None if the dimension is not ep.
     """
@@ -434,7 +434,7 @@ class StepPrice:
     def reachable(self) -> bool:
         """Returns whether all neighbours in rings have a wire.
 
-        The scalars that `world` sums do not count, because they may take any route.
+        The sums of scalars over `world` are ignored, because they may take any route.
         """
         return all(d.paths.flat is not None for d in self.dims.values() if d.dim != "world")
 

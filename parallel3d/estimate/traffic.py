@@ -30,7 +30,7 @@ from parallel3d.schedules.orders import StageAssignment
 
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 STATISTIC_BYTES = 4  # norms' statistics are fp32 or better
-WHOLE_BYTES = 8  # expert numbers and token counts are int64
+WHOLE_BYTES = 8  # expert indices and token counts are int64
 
 
 def group_size(dim: str, layout: Layout) -> int:
@@ -49,9 +49,9 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives around the GEMMs of a rank's layers.
 
     The forward gathers the input of column-parallel GEMMs (with sp) and sums the output of
-    row-parallel GEMMs; the backward does the reverse. It omits the gradients of frozen weights, and
-    those of activations that no trained weight precedes. With `mlp_chunks`, the calls are an upper
-    bound.
+    row-parallel GEMMs; the backward does the reverse. The backward omits the gradients of frozen
+    weights, and those of activations that no trained weight precedes. With `mlp_chunks`, the calls
+    are an upper bound.
     """
     for of, gradients in rank.layers_alike():
         yield from _of_kind(rank, of, gradients)
@@ -134,8 +134,8 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
 def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
     """Yields the all-reduces that the balancing loss and the z-loss of experts need.
 
-    They sum the tokens of each expert in every whole sequence, and the number of tokens that are
-    not padding.
+    They sum the number of tokens of each expert in every whole sequence, and the number of tokens
+    that are not padding.
     """
     blueprint, settings = rank.blueprint, rank.blueprint.balance
     counts = WHOLE_BYTES * blueprint.micro_batch_size * blueprint.model.num_experts
@@ -178,7 +178,7 @@ def _dispatch(
     yield Transfer("ep", "reduce_scatter", states, back + of_tokens, "results of experts")
 
 
-# The list mirrors the code call by call, and `tests/distributed/test_traffic.py` compares the list
+# `transfers` mirrors the code call by call, and `tests/distributed/test_traffic.py` compares it
 # with real steps. Evaluation, checkpoints and start-up are not counted.
 DIMS = ("tp", "cp", "ep", "pp", "dp", "dp_cp", "edp", "embedding", "world")
 
@@ -189,8 +189,8 @@ def transfers(
     """Lists the collectives and messages of one rank in a step.
 
     Args:
-        config: a checked configuration, whose tp, cp, pp, dp and ep `layout` replaces.
-        layout: the layout.
+        config: a checked configuration.
+        layout: the layout to use instead of the configuration's tp, cp, pp, dp and ep.
         stage: index of the rank along pp, 0 to pp − 1. If it is None, each dimension has the calls
             of the pipeline's busiest rank in this dimension, except pp, which has the traffic in
             both directions between the two neighbouring ranks that exchange most.
@@ -286,7 +286,7 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[Sent]]:
-    """Returns (number of parts of each call, cp calls) of one layer's attention."""
+    """Returns (number of parts into which each call is split, cp calls) of a layer's attention."""
     blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
     style, drops, cp = blueprint.layer.cp_style, blueprint.model.dropout > 0, rank.layout.cp
     if window is None or drops or style == "heads":
@@ -314,9 +314,9 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
             table, what = rank.table.numel * rank.item, "replicated table's gradient"
             yield Transfer("tp", "all_gather", table, microbatches, what)
     if model.parallel_output:
-        # Every rank contributes the maximum, the sum of exponentials, the target logit and, with
-        # label smoothing, the sum of the logits of each token. They are in fp32 or fp64 unless the
-        # loss is computed in half precision.
+        # For each token, every rank contributes the maximum, the sum of exponentials, the target
+        # logit and, with label smoothing, the sum of the logits. They are in fp32 or fp64 unless
+        # the loss is computed in half precision.
         item = 2 if rank.blueprint.half_loss else max(4, rank.item)
         numbers = 4 if rank.blueprint.loss.label_smoothing else 3
         token, what = rank.layout.tp * numbers * item, "loss"
@@ -366,7 +366,7 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the exchanges of matrices for Newton-Schulz (optim/muon.py) on tp rank 0.
 
-    They are an upper bound with HSDP, and if a GEMM has both frozen and trained matrices.
+    They are an upper bound with HSDP, or if a GEMM has both frozen and trained matrices.
     """
     if rank.blueprint.optim.name == "muon":
         for experts in (False, True):
@@ -374,9 +374,9 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
-    """Yields the exchanges of the matrices of experts if `experts`, else of all other matrices.
+    """Yields the exchanges of expert matrices if `experts`, else of all other matrices.
 
-    tp does not divide the matrices of experts, so they are only exchanged over edp.
+    Expert matrices are not split over tp, so they are only exchanged over edp.
     """
     blueprint, layout = rank.blueprint, rank.layout
     table = [p for p in rank.trained if p.expert is experts]
@@ -422,15 +422,15 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
 
     Each block is a unit, its experts are another unit inside it, and all other parameters form the
     last unit. Rows are padded to a multiple of dp · cp. A backward reduces only the gradients that
-    it has computed; in a V, where one rank has the first and the last stage, the parameters of
-    these two are therefore reduced separately.
+    it has computed. In a V schedule, one rank has the first and the last stage, so it reduces the
+    parameters of embedding and head separately.
 
     With ddp.shard_size (HSDP), the result is an upper bound: fewer ranks gather, and an all-reduce
     follows.
     """
     blueprint, microbatches = rank.blueprint, rank.blueprint.microbatches
     every = microbatches if blueprint.data.every_microbatch else 1
-    whole = blueprint.data.zero == 2  # whether ranks hold frozen parameters whole
+    whole = blueprint.data.zero == 2  # whether frozen parameters are whole on every rank
     gathered: Counter[tuple[str, bool]] = Counter()
     numels: Counter[tuple[str, bool]] = Counter()
     for p in rank.parameters:
