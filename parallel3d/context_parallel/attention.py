@@ -1,8 +1,8 @@
 """Computes causal attention of sequences that are split over context-parallel ranks.
 
 There are three styles. The table shows the bytes that a rank sends per layer and micro-batch. Here
-p = cp, K is the bytes of the keys and values of the whole padded sequences on one tensor-parallel
-rank in the dtype of attention, and Q is the bytes of the queries:
+p = cp, K is the size of the keys and values of the whole padded sequences on one tensor-parallel
+rank in the dtype of attention, and Q is the size of the queries:
 
 | style  | forward                                 | backward                                |
 |--------|-----------------------------------------|-----------------------------------------|
@@ -20,8 +20,8 @@ backward that follows, so there are two all-gathers in total. With attention dro
 values are gathered separately, for all heads at once, and are kept.
 
 gather: The keys and values of some heads are gathered while attention of the previous heads runs. A
-query attends to consecutive positions from the start of its document on, so the kernel is called
-once per document.
+query attends to consecutive positions, beginning with its document, so the kernel is called once
+per document.
 
 ring: The keys and values of a rank travel to the next rank while attention to them runs, and the
 results are merged (Liu et al. 2023, Ring Attention).
@@ -65,8 +65,8 @@ class ContextParallel:
 
     Attributes:
         style: "gather", "ring" or "heads".
-        keeps: whether the backward gets the gathered tensors of the forward. This is so if the
-            forward is a recomputation, because its backward follows at once.
+        keeps: whether the forward keeps the gathered tensors for the backward. A recomputed forward
+            does, because its backward follows at once.
         handle: a tensor that stands for this object in operators (see `device.fused.register`).
     """
 
@@ -79,7 +79,7 @@ class ContextParallel:
         object.__setattr__(self, "handle", register(self))
 
     def first_head(self, heads: int) -> int:
-        """Returns the first of the `heads` heads with which this rank attends."""
+        """Returns the index of the first of the `heads` query heads that this rank computes."""
         return heads // self.group.size * self.group.index if self.style == "heads" else 0
 
 
@@ -102,7 +102,7 @@ def attend_within(
         q: (b, heads, s, head_dim).
         k, v: the same, with as many heads, or fewer if several query heads share a key-value head.
         kernel: the key `attention_kernel`.
-        scale: factor of the scores; None stands for head_dim^-½.
+        scale: factor that multiplies the scores; None: head_dim^-½.
     """
     of = documents.blocks
     where = ONE_RANK.handle, of.table, of.calls, of.edges, None, None
@@ -213,7 +213,7 @@ def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, 
 
 
 def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
-    run = _Run(*more[-len(_Run._fields) :])  # the arguments before are kept tensors
+    run = _Run(*more[-len(_Run._fields) :])  # the arguments before these are kept tensors
     if run.order is not None:
         return empty_for_blocks(q, q.dtype)[0], *k.new_empty(2, *k.shape).unbind(0)
     return tuple(empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
@@ -280,7 +280,7 @@ def _gathered(
 
 
 def _start_gather(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts to gather the keys and values of all ranks into (size, b, n, 2, heads, head_dim)."""
+    """Starts gathering the keys and values of all ranks into (size, b, n, 2, heads, head_dim)."""
     b, heads, n, head_dim = k.shape
     gathered = k.new_empty(group.size, b, n, 2, heads, head_dim)
     for to, x in zip(gathered[group.index].unbind(2), (k, v), strict=True):
@@ -291,7 +291,7 @@ def _start_gather(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Work]:
 def in_sequence_order(by_rank: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
     """Reorders tokens of all ranks (size, b, n, …, head_dim) to (…, b · padded, head_dim).
 
-    The tokens of each head are contiguous in the result, which makes a kernel a tenth faster.
+    The tokens of each head are contiguous in the result, which makes the kernel about 10% faster.
     """
     return torch.index_select(by_rank.flatten(0, 2).movedim(0, -2), -2, order, out=out)
 
@@ -361,7 +361,7 @@ def _kept(kept: Tensor) -> Iterator[tuple[slice, Tensor]] | None:
 
 
 def _start_reducing(whole: Tensor, to: Tensor, places: Tensor, group: Group) -> Callable[[], None]:
-    """Starts to sum gradients (2, heads, b · padded, head_dim) over the ranks.
+    """Starts summing gradients (2, heads, b · padded, head_dim) over the ranks.
 
     Returns a function that waits and writes the sum for this rank's tokens to `to` (2, b, heads, n,
     head_dim). The sum has the dtype of `to`, like the reductions of tensor parallelism.
@@ -384,7 +384,7 @@ def _start_reducing(whole: Tensor, to: Tensor, places: Tensor, group: Group) -> 
 def _around(own: Tensor, group: Group) -> Iterator[Tensor]:
     """Yields this rank's block, then the previous rank's, and so on around the ring.
 
-    While the caller uses a block, the next one travels.
+    The next block is sent while the caller uses the current one.
     """
     block = own
     for _ in range(group.size - 1):

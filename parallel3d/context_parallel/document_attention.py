@@ -33,7 +33,7 @@ from parallel3d.private_names import (
     flash_forward,
 )
 
-ROWS = 256  # rows of scores that are computed at a time where there is no kernel
+ROWS = 256  # number of rows of scores that are computed at a time without a kernel
 NOT_CUDNN = "not cudnn"  # takes the place of attention_kernel=auto where cuDNN gives wrong results
 BACKENDS = {
     FLASH: [SDPBackend.FLASH_ATTENTION],
@@ -44,7 +44,7 @@ BACKENDS = {
 
 
 def allowed(kernel: str) -> AbstractContextManager[object]:
-    """Restricts `scaled_dot_product_attention` to a kernel in a `with` block.
+    """Returns a context that restricts `scaled_dot_product_attention` to a kernel.
 
     The attention raises RuntimeError if that kernel cannot run.
     """
@@ -111,10 +111,10 @@ class Block(NamedTuple):
     """One block of `AttentionBlocks`: keys, and the queries that read them.
 
     Attributes:
-        table, calls, edges: the block's part of those in `AttentionBlocks`.
+        table, calls, edges: the block's part of these tensors of `AttentionBlocks`.
         is_first: whether this is the first block, in which every query also reads its own key.
         is_only: whether there is no other block, so that each key is read only by its own segment.
-        scale: factor of the scores; None stands for head_dim^-½.
+        scale: factor that multiplies the scores; None: head_dim^-½.
     """
 
     table: Tensor
@@ -136,7 +136,7 @@ class Block(NamedTuple):
 
     @property
     def sequences(self) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
-        """Yields for each call of the varlen kernel its queries, keys and further arguments."""
+        """Yields the queries, the keys and further arguments for each call of the varlen kernel."""
         return calls_of(self.calls, self.edges)
 
 
@@ -204,7 +204,7 @@ def differentiate_only_block(
 
 
 def merge(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
-    """Merges attention to further keys (a part) into `out` (…, n, head_dim) and `sums` (…, n)."""
+    """Merges `part`, attention to further keys, into `out` (…, n, head_dim) and `sums` (…, n)."""
     both = torch.logaddexp(sums, sums_of_part)
     out.mul_((sums - both).exp().unsqueeze(-1))
     out.add_(part * (sums_of_part - both).exp().unsqueeze(-1))
@@ -344,8 +344,8 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Returns whether the varlen kernel runs on this device, by running it once.
 
-    Raises errors that say nothing about the kernel, because memory is full, the device is in an
-    error state, or this version of torch takes other arguments.
+    Errors with other causes are raised: full memory, a device in an error state, or a version of
+    torch whose operator takes other arguments.
     """
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
@@ -402,8 +402,8 @@ def flash_gradients(
     return flash_backward(*parts, *of_sequences, 0.0, causal, state, unused, **how)
 
 
-# Elsewhere the formula is computed for blocks of rows. Only a forward whose keys come in a single
-# block uses PyTorch's attention with the device's kernel.
+# On other devices the scores are computed explicitly, for blocks of rows. Only a forward whose keys
+# come in a single block uses PyTorch's attention with the device's kernel.
 
 
 def _plain_alone(

@@ -85,8 +85,8 @@ class SequenceShard:
 class Documents:
     """The documents of b samples of s tokens.
 
-    This is no tuple, because FSDP2 moves tensors in tuples to the device if they are arguments of a
-    forward. The tables have to stay on the host, where they are read without synchronisation.
+    This is not a tuple, because FSDP2 moves tensors in tuples to the device if they are arguments
+    of a forward. The tables must stay on the host, where they are read without synchronisation.
 
     Attributes:
         starts: (b, s) int32 on the device: the position at which each token's document begins.
@@ -203,7 +203,7 @@ def segments_of(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
         return _table([np.stack((row, first, number, start, position - start))], b * n)
     blocks = []
     for i in range(split.size):
-        # The positions of a rank ascend. Therefore its tokens of this document that precede the
+        # The positions of a rank ascend. So its tokens of this document that precede the
         # segment are consecutive among its tokens.
         offsets = np.arange(b)[:, None] * split.padded
         theirs = (held[(split.index - i) % split.size] + offsets).reshape(-1)

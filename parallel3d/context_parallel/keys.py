@@ -28,8 +28,7 @@ class ContextParallelConfig:
     balance: bool = key(
         True,
         "with data.document_mask: where documents make the usual split of attention uneven, choose "
-        "each rank's blocks of a sequence, equally many, by their work; style=heads is even as it "
-        "is",
+        "equally many blocks of a sequence for each rank by their work; style=heads is always even",
     )
 
 

@@ -12,7 +12,7 @@ from parallel3d.config.values import padded_length
 
 Ints = npt.NDArray[np.int32]
 
-BLOCKS = 16  # maximum number of a rank's blocks in a balanced split; each may need a kernel call
+BLOCKS = 16  # maximum number of blocks per rank in a balanced split; each may need a kernel call
 EVEN = 0.05  # accepted imbalance: extra work of the slowest rank, as a fraction of the mean
 
 
@@ -21,9 +21,9 @@ class SequenceSplit:
     """Splits sequences over `size` ranks, of which this rank is number `index`.
 
     A sequence is padded at its end and cut into 2 · size pieces. Rank r holds the pieces r and
-    2 · size − 1 − r, so that under a causal mask all ranks have the same number of pairs of query
-    and key (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2). If documents make this
-    split uneven, a balanced split chooses the blocks of each rank by the work of their attention,
+    2 · size − 1 − r, so that under a causal mask all ranks have the same number of query-key
+    pairs (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2). If documents make this
+    split uneven, a balanced split chooses the blocks of each rank by their attention work,
     with the same number of blocks on every rank.
 
     Attributes:
@@ -89,7 +89,7 @@ class SequenceSplit:
             return halves
         counts = [n for n in range(2, BLOCKS + 1) if self.local % n == 0]
         best, least = halves, imbalance(halves, starts)
-        for count in counts:  # ends at the smallest count whose split is even enough
+        for count in counts:  # the smallest count whose split is even enough wins
             if least <= EVEN:
                 break
             blocks = self._balanced(starts, count)
@@ -121,7 +121,7 @@ class SequenceSplit:
 
 
 def work_of_ranks(held: Ints, starts: Ints) -> npt.NDArray[np.int64]:
-    """Returns the number of pairs of query and key in each rank's attention (size,)."""
+    """Returns the number of query-key pairs in each rank's attention (size,)."""
     pairs = held - np.take_along_axis(starts[None], held, axis=2) + 1
     return pairs.sum(axis=(1, 2), dtype=np.int64)
 

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int32]
 def plan_calls(
     segments: Sequence[tuple[int, int, int, int]], causal: bool, calls: Ints, edges: Ints
 ) -> None:
-    """Writes the smallest possible number of calls into `calls` and `edges`, in order of queries.
+    """Writes as few calls as possible into `calls` and `edges`, in order of their queries.
 
     A call reads consecutive queries and keys. Its sequences are the segments and, between them,
     runs of keys to which none of its queries attends.
@@ -48,7 +48,7 @@ def plan_calls(
 
 
 def calls_of(calls: Tensor, edges: Tensor) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
-    """Yields for each call its queries, its keys and the kernel's further arguments."""
+    """Yields the queries, the keys and the kernel's further arguments for each call."""
     place = 0
     for query, queries, key, keys, count, *longest in rows_of(calls):
         of_call = edges[:, place : place + count + 1]

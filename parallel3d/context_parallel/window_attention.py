@@ -56,7 +56,7 @@ def attend_in_window(
     Args:
         q: (b, heads, n, head_dim).
         k, v: the same, with as many heads or fewer.
-        scale: factor of the scores; None stands for head_dim^-½.
+        scale: factor that multiplies the scores; None: head_dim^-½.
     """
     halo = blocks.halo
     exchange = (halo.sent, halo.order, halo.places, halo.counts) if halo else (None,) * 4

@@ -1,7 +1,7 @@
 """Hides the kind of device from all other modules, and marks ranges for profilers.
 
 CUDA and ROCm GPUs, other accelerators that torch knows and the simulated one
-(`parallel3d.simulated_device`) share this code: their modules (`torch.cuda`, …) have equal names.
+(`parallel3d.simulated_device`) share this code: their modules (`torch.cuda`, …) have the same API.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def backends_of_world() -> dict[str, str]:
-    """Returns device type → backend of the world's process group, such as "cuda" → "nccl"."""
+    """Returns the backend of the world's process group by device type, such as {"cuda": "nccl"}."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
     return {kind: backend for kind, _, backend in pairs}
 
@@ -76,7 +76,7 @@ def make_current(device: torch.device) -> None:
 
 
 def current(device: torch.device) -> torch.device:
-    """Returns the calling thread's current device of this type, with its index."""
+    """Returns the calling thread's current device of the same type, with its index."""
     if not is_accelerator(device):
         return torch.device(device.type)
     return torch.device(device.type, module(device).current_device())
@@ -129,7 +129,7 @@ class Reading:
             self._event.record()
 
     def values(self) -> list[Any]:
-        """Waits for the copy, though not for work queued after it, and returns the numbers."""
+        """Waits for the copy, but not for work queued after it, and returns the numbers."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()

@@ -54,7 +54,7 @@ def operator(
     gradient_shape: Callable,
     kept: str | None = None,
 ) -> Callable[..., Tensor]:
-    """Returns a function with an explicit gradient into which the compiler does not look.
+    """Returns a function that has an explicit gradient and is opaque to the compiler.
 
     In eager mode the function is an autograd node; in compiled code it is the operator
     `torch.ops.parallel3d.NAME`, whose gradient is the operator `NAME_backward`.
@@ -68,7 +68,7 @@ def operator(
             tensors, and the other arguments.
         shape, gradient_shape: do what `run` and `gradient` do, for tensors without values.
         kept: None: no tensor is saved for the gradient; "": the inputs are saved; otherwise the
-            inputs and the results of `run`, whose schema this is.
+            schema of the results of `run`, which are saved with the inputs.
     """
     count, tensors = inputs.count("Tensor"), where.count("Tensor")
     parts = ["Tensor grad"] if kept is None else ["Tensor grad", inputs, *([kept] if kept else [])]
@@ -186,14 +186,14 @@ class _Fused(Generic[*Ts, T]):
     def _run_compiled(self, *args: *Ts) -> T:
         from parallel3d.private_names import DynamoError, RecompileLimit
 
-        # Tensors are detached, because training and evaluation would otherwise be two kernels.
+        # Tensors are detached, because training and evaluation would otherwise need two kernels.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
         kernel = self._kernel(tuple(_kind(a, self.rows) for a in plain))
         try:
             with torch.no_grad():
                 return kernel(*plain)
         except (RecompileLimit, DynamoError) as error:
-            # It is raised before anything ran; the plain function is only slower.
+            # The error is raised before anything runs, and the plain function is only slower.
             self._warn(first_line(error))
             self.compiles = False
             return self.function(*args)
@@ -209,7 +209,7 @@ class _Fused(Generic[*Ts, T]):
             kernel = self.kernels[kind] = torch.compile(
                 _with_own_code(self.function),
                 fullgraph=True,
-                # With None, the second number of rows leads to code for any number of rows.
+                # With None, a second number of rows makes Dynamo compile for any number of rows.
                 dynamic=None if self.rows else False,
                 options=EQUAL_BITS,
             )
@@ -222,7 +222,7 @@ class _Fused(Generic[*Ts, T]):
 
 
 def _kind(argument: Any, rows: bool) -> Hashable:
-    """Returns an argument's properties for which a kernel is specialised; `rows`: as in `fused`."""
+    """Returns the properties of an argument that need their own kernel; `rows`: as in `fused`."""
     if isinstance(argument, Tensor):
         shape = argument.shape[1:] if rows else argument.shape
         return shape, argument.stride(), argument.dtype, argument.device
@@ -251,7 +251,7 @@ def fused(
     Args:
         least: the function is compiled if its largest argument has at least this many elements;
             None: LEAST_ELEMENTS.
-        rows: the first dimension differs from call to call, like the number of an expert's rows,
-            so another size leads to no other compilation.
+        rows: whether the first dimension varies from call to call, like the number of an expert's
+            rows; code for all sizes is then compiled.
     """
     return _Fused(function, least, rows)

@@ -21,7 +21,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.fused import has_kernel_compiler
 from parallel3d.device.matmul import matmul
 
-HOPPER = 9  # from this major compute capability on, PyTorch's grouped GEMM is one kernel
+HOPPER = 9  # first major compute capability for which PyTorch's grouped GEMM is one kernel
 
 
 class Groups(NamedTuple):
@@ -56,7 +56,7 @@ class Groups(NamedTuple):
         return sum(self.sizes)
 
     def spans(self) -> Iterator[slice]:
-        """Yields each group's slice of rows. Raises ValueError if the host does not know it."""
+        """Yields each group's slice of rows. Raises ValueError if the host has no counts."""
         first = 0
         for size in self.sizes:
             yield slice(first, first + size)
@@ -66,8 +66,8 @@ class Groups(NamedTuple):
 def has_grouped_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether a grouped GEMM in `dtype` is one kernel on `device`.
 
-    It is one kernel in bf16 on NVIDIA GPUs since Hopper, with Triton. On the simulated device it is
-    one in bf16, and in fp64 for exact comparisons.
+    It is one kernel in bf16 on NVIDIA GPUs since Hopper, if Triton is available. On the simulated
+    device it is one in bf16, and in fp64 for exact comparisons.
     """
     if not accelerator.is_accelerator(device):
         return False
@@ -100,7 +100,7 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 def add_products(out: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
     """Adds aᵀ·b of each group's rows to the group's matrix in `out`, in one kernel.
 
-    The products are not rounded to the dtype of `a` and `b` before they are added. It requires
+    The products are not rounded to the dtype of `a` and `b` before they are added. This requires
     `has_grouped_kernels`.
 
     Args:

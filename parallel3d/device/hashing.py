@@ -1,7 +1,7 @@
-"""The hash for dropout and stochastic rounding, which gives equal bits in every layout.
+"""The hash for dropout and stochastic rounding, which gives the same bits in every layout.
 
 Each row has a 64-bit key. The key is the result of SplitMix64's finaliser (Steele et al. 2014),
-modulo 2⁶⁴, for a number that the caller computes from the seed, the place in the model and the row.
+modulo 2⁶⁴, of a number that the caller computes from the seed, the place in the model and the row.
 The key's low half L and high half H and the column c are then mixed, modulo 2³², by a function like
 MurmurHash3's finaliser:
 

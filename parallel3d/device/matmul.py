@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# oneDNN is faster from this number of multiply-adds on. Its calls have about 15 µs more overhead
+# oneDNN is faster for at least this many multiply-adds. Its calls have about 15 µs more overhead
 # than MKL's, which is little in a matmul of this size (350 µs).
 ONEDNN_MIN_SIZE = 1 << 24
 

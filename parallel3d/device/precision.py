@@ -38,7 +38,7 @@ def set_matmul_precision(precision: PrecisionConfig) -> None:
 
 
 def set_numerics(precision: PrecisionConfig, device: torch.device, deterministic: bool) -> None:
-    """Sets this process's matmul precision, and makes its kernels deterministic if asked."""
+    """Sets this process's matmul precision, and makes its kernels deterministic if requested."""
     set_matmul_precision(precision)
     if deterministic:
         set_determinism(device)
@@ -49,7 +49,7 @@ def set_determinism(device: torch.device) -> None:
 
     A CPU's kernels do so anyway. On a GPU, PyTorch replaces kernels whose order of additions varies
     with slower ones, and a later call without such a kernel raises RuntimeError. cuBLAS needs
-    a fixed workspace, which is set by a variable that it reads at its first matmul.
+    a fixed workspace, which an environment variable sets before the first matmul.
     """
     if not accelerator.is_accelerator(device):
         return
@@ -88,7 +88,7 @@ class LossScale:
         return self.config.name == "fp16" and self.config.loss_scale is None
 
     def update(self, overflow: bool) -> None:
-        """Adapts the scale after a step; `overflow` tells whether its gradients were not finite."""
+        """Adapts the scale after a step; `overflow`: whether its gradients were not finite."""
         if not self.is_dynamic:
             return
         config = self.config

@@ -21,10 +21,10 @@ from parallel3d.device.accelerator import moved
 
 @dataclass(frozen=True)
 class Balance:
-    """The data about a micro-batch of b samples from which a layer computes its balancing losses.
+    """Data from which a layer computes the balancing losses of a micro-batch of b samples.
 
     Attributes:
-        samples: (b,) int64, the number of each sample in the run's order of samples.
+        samples: (b,) int64, each sample's index in the run.
         positions: (b, n) int64, the positions in each sample of this rank's n tokens; None: 0, 1,
             2, …
         used: (b, n) bool, false where a token is padding; None: there is no padding.
@@ -46,7 +46,7 @@ class Balance:
     watch: Watch | None = None
 
     def at(self, index: int, ranks: int, tokens: int) -> Balance:
-        """Returns the data for part `index` of `ranks` parts, with `tokens` tokens of a sample."""
+        """Returns the data for part `index` of `ranks`, with `tokens` tokens of each sample."""
         if ranks == 1:
             return self
         positions = self.positions
@@ -66,7 +66,7 @@ class Watch(Protocol):
 
         Args:
             experts: (n, k), the experts that the router chose.
-            margins: (n,), how close each token's choice was, as `margins_of` returns it.
+            margins: (n,), how close each token's choice was, as computed by `margins_of`.
         """
         ...
 
@@ -163,7 +163,7 @@ class BalanceLosses:
         return cls(aux, z.sum(), entropy, here.sum(0), counts)
 
     def through(self, x: Tensor, balance: Balance) -> Tensor:
-        """Returns x, and lets its backward add the gradients of the losses that are used."""
+        """Returns x, whose backward also adds the gradients of the losses that are used."""
         for loss, scale in ((self.aux, balance.aux_scale), (self.z, balance.z_scale)):
             if scale is not None:
                 x = _WithLoss.apply(x, loss, scale)
@@ -225,7 +225,7 @@ class ExpertFigures(NamedTuple):
 
     @property
     def layers(self) -> list[tuple[int, list[int]]]:
-        """Pairs of a layer's number and the numbers of tokens of its experts."""
+        """Pairs of a layer's number and the token counts of its experts."""
         return list(self.counts.items())
 
 
@@ -244,7 +244,7 @@ class BalanceOfRun:
         settings: coefficients of the losses, and the amount by which a step changes the biases.
         routers: this rank's routers, by the number of their layer.
         layers: the numbers of all layers with experts.
-        experts, chosen: the number of experts in a layer, and of experts that a token uses.
+        experts, chosen: the number of experts in a layer, and the number that each token uses.
         sequence: the groups over which the tokens of a sequence are split.
         has_biases: whether the model's routers have biases.
         is_first: whether this rank reports the biases of its pipeline stage to the other ranks.
@@ -303,7 +303,7 @@ class BalanceOfRun:
         )
 
     def take(self, like: Tensor) -> Tensor:
-        """Returns this rank's share of all layers' sums since the last call, a float64 vector."""
+        """Returns this rank's part of all layers' sums since the last call, as a float64 vector."""
         width = self.experts + Tally.MORE
         shares = like.new_zeros(len(self.layers), width + 2)
         for layer, router in self.routers.items():
@@ -314,7 +314,7 @@ class BalanceOfRun:
         return shares.flatten()
 
     def figures(self, totals: Sequence[float], batch: int) -> ExpertFigures:
-        """Returns the statistics of a step; `totals`: the results of `take`, summed over ranks."""
+        """Returns the statistics of a step from `totals`, `take`'s results summed over ranks."""
         width = self.experts + Tally.MORE + 2
         rows = {n: totals[i * width : (i + 1) * width] for i, n in enumerate(self.layers)}
         counts = {layer: [round(n) for n in row[: self.experts]] for layer, row in rows.items()}
@@ -343,6 +343,6 @@ def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     tokens falls by `rate`.
     """
     counts = counts.double()
-    # Both sides are multiplied by the number of experts, as the mean may not be a whole number.
+    # Both sides are multiplied by the number of experts, because the mean may be fractional.
     direction = torch.sign(counts.sum() - counts * counts.numel())
     return bias + rate * direction.to(bias.dtype)

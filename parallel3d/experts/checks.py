@@ -8,7 +8,7 @@ from parallel3d.errors import UserError, closest
 
 
 def check_experts(model: ModelConfig) -> None:
-    """Raises UserError for router settings or `model.dense_layers` that do not fit the experts."""
+    """Raises UserError if router settings or `model.dense_layers` do not fit the experts."""
     count, chosen = model.num_experts, model.experts_per_token
     if count == 0:
         return

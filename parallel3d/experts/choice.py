@@ -57,7 +57,7 @@ class Rows:
         The returned function waits for the counts and returns the sorted rows.
 
         Args:
-            experts: the choices, as `sorted_by` takes them.
+            experts: the choices, as in `sorted_by`.
             count: the number of local experts.
             balanced: the number of rows if all experts are chosen equally often, for a dry run.
         """
@@ -86,8 +86,8 @@ class Rows:
         """Sorts the choices of t tokens by expert, and the rows of an expert by token.
 
         Args:
-            experts: (t, slots), the local experts that each token chose, with the number of local
-                experts in place of an expert of another rank.
+            experts: (t, slots), the local experts that each token chose; an expert of another rank
+                is replaced by the number of local experts.
             groups: the rows of each local expert.
             total: the number of choices that are local experts.
         """
@@ -137,8 +137,8 @@ class Sent:
         ranks = experts.div(local, rounding_mode="floor")
         goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
         goes.scatter_(1, ranks, True)
-        # Each rank is told how many messages it gets from here, and how many rows each of its
-        # experts gets.
+        # Each rank receives the number of messages from this rank, and the number of rows for each
+        # of its experts.
         of_experts = counts_of(experts.flatten(), local * ep.size).view(ep.size, local)
         numbers = torch.cat((goes.sum(0).unsqueeze(1), of_experts), dim=1)
         got = collectives.all_to_all(numbers, ep)
@@ -197,7 +197,7 @@ def counts_of(numbers: Tensor, count: int) -> Tensor:
 
 
 def _reading(numbers: Tensor, balanced: Sequence[int]) -> Callable[[], tuple[int, ...]]:
-    """Starts to copy `numbers` to the host, and returns a function that waits for them.
+    """Starts copying `numbers` to the host, and returns a function that waits for them.
 
     In a dry run the numbers have no values, so the function returns `balanced` instead.
     """
@@ -218,8 +218,8 @@ def evenly(total: int, parts: int) -> list[int]:
 def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: int) -> Tensor:
     """Returns experts for each position of a sequence, with every expert used equally often.
 
-    The result, (tokens, chosen) int64, is the same for all sequences and layouts. Each run of
-    experts/chosen consecutive positions divides one random permutation of all experts.
+    The result, (tokens, chosen) int64, is the same for all sequences and layouts. One random
+    permutation of all experts is divided among experts/chosen consecutive positions.
     """
     chance = torch.Generator().manual_seed(4096 * seed + layer)
     each = experts // chosen
@@ -240,7 +240,7 @@ def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
             row = rows.index_select(0, place.clamp(max=last))
             total = total + row.where((place <= last).unsqueeze(-1), 0)
         return total
-    padded = rows  # places do not repeat a row, so with as many rows as places none is missing
+    padded = rows  # no row has two places, so if both are equally many, no place needs padding
     if rows.shape[0] < places.numel():
         padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = padded.index_select(0, places[:, 0])

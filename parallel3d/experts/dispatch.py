@@ -6,7 +6,7 @@
 | all_to_all | each token that chose an expert of the rank, once | (ep − 1) · p, see `share_sent` |
 
 A rank runs its own experts on the tokens that it received and returns one sum for each token; the
-token's own rank adds these sums in the order of the ranks. The host waits for the sizes once in a
+token's own rank adds these sums in the order of the ranks. The host waits for the sizes once per
 forward. Neither a backward nor a recomputed forward exchanges counts or waits for the device.
 """
 

@@ -1,4 +1,4 @@
-"""Runs one rank's experts: sorts rows by expert, multiplies them in grouped GEMMs, and sums them.
+"""Runs one rank's experts: sorts rows by expert, runs grouped GEMMs on them, and sums the results.
 
 The activation is multiplied by the token's weight before the second GEMM. So the results of the
 second GEMM need not be kept, and the gradient of a weight is a sum over the elements of a row (Guo

@@ -70,7 +70,8 @@ class ExpertLayoutKeys:
     ep: int = key(
         1,
         "expert-parallel size: the ranks of a pipeline stage (tp · cp · dp) are divided into "
-        "groups of so many, which hold each expert once; it does not multiply the world size",
+        "groups of this size, each of which holds every expert once; it does not multiply the "
+        "world size",
         minimum=1,
         resume=LAYOUT,
         tried=(2,),
@@ -110,7 +111,7 @@ class ExpertsConfig:
     )
     overlap: bool = key(
         False,
-        "run the forward of a micro-batch in turns with the backward of the one before, so that "
+        "run the forward of a micro-batch in turns with the backward of the previous one, so that "
         "tokens of each travel while the other computes (DualPipe); holds one micro-batch more",
         resume=FREE,
         tried=(True,),

@@ -1,8 +1,8 @@
 """Records which experts are chosen in a step, and replays the choices of another run.
 
 A layout and a single process may choose different experts for a token if two of its scores differ
-by less than rounding errors do. Replaying the choices tells such flips from mistakes: with equal
-choices, losses and gradients agree as closely as in a model without experts.
+by less than the rounding errors. Replaying the choices distinguishes such flips from bugs: with
+equal choices, losses and gradients agree as closely as in a model without experts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Choices:
         """Returns the choices of all ranks; collective. Each token must be on exactly one rank."""
         # Adding 1 turns the -1 of a missing token into 0, so that it adds nothing to the sum.
         experts = collectives.all_reduce(self.experts + 1, world) - 1
-        # A margin is infinite on all ranks but one, where its inverse is the only one above zero.
+        # Each margin is infinite on all ranks but one, so only that rank contributes to the sum.
         inverse = collectives.all_reduce(1 / self.margins, world)
         return Choices(self.layers, self.first, experts, 1 / inverse, self.given)
 
@@ -86,7 +86,7 @@ class Flips:
 
     Attributes:
         tokens: the number of tokens in each layer.
-        by_layer: layer → the number of tokens whose sets of chosen experts differ.
+        by_layer: layer → the number of tokens whose chosen experts differ as sets.
         margin: the smallest margin of a token in the single process.
         close: the number of tokens with a margin below 1e-6, summed over the layers.
         first: (layer, sample, position, margin) of the differing token with the largest margin;

@@ -34,7 +34,7 @@ from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.ops import Rotary, split_heads
 
 # On a B200 (compute capability 10.0) cuDNN's kernel gives wrong results with fewer key-value heads
-# than this: https://github.com/pytorch/pytorch/issues/193893, which is open.
+# than this (open issue: https://github.com/pytorch/pytorch/issues/193893).
 LEAST_KV_HEADS = 8
 TRIED_TOKENS = 128
 
@@ -135,16 +135,16 @@ def causal_attention(
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v concatenated.
         rotary: cos and sin that rotate q and k, or None for no rotation.
-        dropout: drops attention probabilities if `samples` are given, and is slower than PyTorch's
-            kernels; or None for no dropout.
-        samples: (b,) numbers of the samples in the run, for the dropout, or None for no dropout.
+        dropout: dropout of attention probabilities, which is slower than PyTorch's kernels; used
+            only if `samples` is given.
+        samples: (b,) int64, each sample's index in the run, or None for no dropout.
         documents: documents within which attention stays, or None if each sample is a document.
         kernel: the result of `choose_kernel`.
-        cp: the group and the style of context parallelism, used if `documents` have a shard.
-        scale: factor of the scores, or None for head_dim^-½.
-        window: number of keys that a query sees, its own included, for which `documents` must have
-            tables; or None for all keys up to its own.
-        temperature: factors of the queries, (s, 1) or (b, 1, s, 1), or None for no factors.
+        cp: the group and the style of context parallelism, used if `documents` has a shard.
+        scale: factor that multiplies the scores, or None for head_dim^-½.
+        window: number of keys that a query sees, including its own, or None for all keys up to its
+            own. With a window, `documents` must have the window's tables.
+        temperature: factors that multiply the queries, (s, 1) or (b, 1, s, 1), or None.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -173,9 +173,9 @@ def attend_split(
     """
     shard = None if documents is None else documents.shard
     if window is None and shard is None and documents is not None and documents.are_samples:
-        documents = None  # only a window needs the tables of documents that are whole samples
+        documents = None  # without a window, documents that are whole samples need no tables
     exchanged = shard if cp.style == "heads" else None
-    if exchanged is not None:  # each rank then has whole sequences of some heads
+    if exchanged is not None:  # each rank then has whole sequences for some of the heads
         q, k, v = to_heads(q, k, v, cp, exchanged)
         shard = None
     heads, dtype = q.shape[1], q.dtype

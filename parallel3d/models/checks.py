@@ -28,7 +28,7 @@ NOPE = {FULL_NOPE: FULL, SLIDING_NOPE: SLIDING}
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises UserError if numbers of heads or positions, or keys of RoPE, do not fit together."""
+    """Raises UserError if numbers of heads or positions, or RoPE keys, contradict each other."""
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
     if model.head_dim is None and hidden % heads:
         raise UserError(
@@ -97,7 +97,7 @@ def _check_rope(model: ModelConfig) -> None:
 
 
 def check_layer_types(model: ModelConfig) -> None:
-    """Raises UserError for layer types, a window or a RoPE base that do not fit together."""
+    """Raises UserError if layer types, sliding window and RoPE bases contradict each other."""
     types, window = model.layer_types, model.sliding_window
     shown = f"model.layer_types={show(list(types))}"
     for word in types:

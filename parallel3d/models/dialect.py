@@ -27,7 +27,7 @@ class AttentionKind(NamedTuple):
     """The attention of a layer.
 
     Attributes:
-        window: number of keys that a query sees, its own included, or None for all up to its own.
+        window: number of keys that a query sees, including its own, or None for all up to its own.
         rope: rotary positions, or None if RoPE does not rotate q and k.
     """
 

@@ -2,15 +2,15 @@
 
 A mask is a hash of (seed, site, sample of the run, head, position, channel), where a site is a
 place in the model, such as `layers.3.mlp`. So all layouts drop the same elements, no mask is
-stored, recomputation needs no generator state, and a resumed run uses the masks of an uninterrupted
-one.
+stored, recomputation needs no generator state, and a resumed run uses the same masks as an
+uninterrupted one.
 
 Each row of channels has a 64-bit key, computed modulo 2⁶⁴:
 
     site + A · sample + B · (2³² · head + position)
 
-A hash of the key and the channel (`device/hashing.py`) gives 32 bits x. An element is dropped if
-the low 31 bits of x are below p · 2³¹. All other elements are divided by 1 − p.
+A hash of the key and the channel (`device/hashing.py`) gives a 32-bit integer x. An element is
+dropped if the low 31 bits of x are below p · 2³¹. All other elements are divided by 1 − p.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_k
 
 
 class Dropout(nn.Module):
-    """Drops elements at one site of the model in training.
+    """Drops elements at one site of the model during training.
 
     Args:
         site: name of the site, the same in every layout.
         p: probability that an element is dropped.
-        first_head: first head of this rank's shard of the heads.
-        part: index of the part of the sequence that this rank holds; all parts are equally long.
+        first_head: index of this rank's first head.
+        part: index of the part of the sequence that this rank holds; all parts have equal length.
     """
 
     def __init__(self, seed: int, site: str, p: float, first_head: int = 0, part: int = 0) -> None:
@@ -44,8 +44,8 @@ class Dropout(nn.Module):
         self.p = p
         self.first_head = first_head
         self.part = part
-        # The key is a tensor, because a number would be a constant in the code that
-        # `torch.compile` makes, and layers could not share that code.
+        # The key is a tensor, because `torch.compile` would make a number a constant of the code,
+        # and layers could not share that code.
         self.site = torch.tensor(site_key(f"{seed}/dropout/{site}"))
 
     def forward(
@@ -53,8 +53,8 @@ class Dropout(nn.Module):
     ) -> Tensor:
         """Drops elements of x, (b, [heads,] s, channels), unless `samples` is None.
 
-        `samples` are the (b,) int64 numbers of the samples in the run. If context parallelism has
-        split the sequences, `documents` have the positions of this rank's tokens.
+        `samples`, (b,) int64, has each sample's index in the run. If context parallelism has split
+        the sequences, `documents` has the positions of this rank's tokens.
         """
         if samples is None or self.p == 0.0:
             return x
@@ -64,12 +64,12 @@ class Dropout(nn.Module):
         return _dropout(x, samples, self.site, positions, self.first_head, first, self.p)
 
 
-# This is compiled even for small calls, which would otherwise be fifteen kernel launches.
+# This is compiled even for small calls, which would otherwise take fifteen kernel launches.
 @functools.partial(fused, least=0)
 def row_keys(
     start: Tensor, rows: tuple[int, ...], first_head: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the low and the high 32 bits of the rows' keys, int32 (b, *rows, 1) each.
+    """Returns the low and the high 32 bits of the rows' keys, each int32 (b, *rows, 1).
 
     `start`, (b,), is site + A · sample. `rows` is (s,) or (heads, s), `positions` (s,) or (b, s).
     """
@@ -88,7 +88,7 @@ def starts_of_keys(samples: Tensor, site: Tensor) -> Tensor:
 
 
 def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
-    """Returns the mask (*rows, channels) of rows with these keys; true means dropped."""
+    """Returns the mask (*rows, channels) for rows with these keys; true means dropped."""
     channel = torch.arange(channels, dtype=torch.int32, device=low.device)
     bits = mixed(low, high, channel)
     # For p close to 1, round(p · 2³¹) is 2³¹, which overflows int32. So 1 is subtracted and the
@@ -97,7 +97,7 @@ def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
 
 
 def without(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """Returns contiguous x / (1 − p), with zeros where `dropped`."""
+    """Returns contiguous x / (1 − p), with zeros where `dropped` is true."""
     return (x.contiguous() / (1.0 - p)).masked_fill_(dropped, 0.0)
 
 
@@ -140,7 +140,7 @@ _dropout = operator(
 # accelerator there are enough of them to make launch overhead negligible.
 AT_ONCE = 1 << 20
 AT_ONCE_ON_ACCELERATOR = 1 << 24
-# Least number of queries in a block on a CPU. Every block reads all keys, so attention of (1, 16,
+# Minimum number of queries in a block on a CPU. Every block reads all keys, so attention of (1, 16,
 # 4096, 64) on one core took 4.0 s with 4 queries in a block and 1.5 s with 32.
 LEAST_ROWS = 32
 
@@ -164,11 +164,11 @@ def attend_dropping(
     Args:
         q, k, v: (b, heads, s, head_dim), with the same number of heads; under context parallelism k
             and v belong to whole sequences, so there are more keys than queries.
-        dropout: the dropout, whose `first_head` is the number of the first head of `q`.
-        samples: (b,) numbers of the samples in the run.
+        dropout: the dropout, whose `first_head` is the index of the first head of `q`.
+        samples: (b,) int64, each sample's index in the run.
         documents: documents within which attention stays, or None if each sample is a document.
-        scale: factor of the scores, or None for head_dim^-½.
-        window: number of keys that a query sees, its own included, or None for all up to its own.
+        scale: factor that multiplies the scores, or None for head_dim^-½.
+        window: number of keys that a query sees, including its own, or None for all up to its own.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -197,7 +197,7 @@ def attend_dropping(
 
 
 class _Block(NamedTuple):
-    """Scores of some queries (`rows`) of some samples with the first `keys` keys."""
+    """A block of scores: of the queries `rows` of `samples`, with the first `keys` keys."""
 
     samples: slice
     rows: slice
@@ -225,7 +225,7 @@ def _blocks(q: Tensor, keys: int) -> Iterator[_Block]:
 
 
 def _divisor(n: int, most: int) -> int:
-    """Returns the largest divisor of `n` up to `most`, at least 1."""
+    """Returns the largest divisor of `n` that is at most `most`, or 1 if there is none."""
     return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
 
 
@@ -261,9 +261,9 @@ def dropped_softmax_backward(
     high: Tensor,
     p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the forward's result, recomputed, and the gradient of the scores."""
-    # Let Z be the mask divided by 1 − p. Then dP = Z ∘ (dO·Vᵀ) and dS = P ∘ (dP − Σ dP ∘ P), by
-    # Dao et al. 2022, §B.2.
+    """Returns the recomputed result of the forward, and the gradient of the scores."""
+    # Let Z be the mask divided by 1 − p. Then dP = Z ∘ (dO·Vᵀ) and dS = P ∘ (dP − Σ dP ∘ P)
+    # (Dao et al. 2022, §B.2).
     probabilities = _probabilities(scores, positions, starts)
     dropped = are_dropped(low, high, scores.shape[-1], p)
     of_probabilities = without(grad.to(probabilities.dtype), dropped, p)

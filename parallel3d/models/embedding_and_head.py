@@ -23,10 +23,10 @@ from parallel3d.tensor_parallel.mappings import rows_of_replicated
 
 
 class Embedding(nn.Module):
-    """Returns the word embedding plus, with learned positions (GPT), the position embedding.
+    """Computes the word embedding plus, with learned positions (GPT), the position embedding.
 
     Args:
-        uses: how often a forward pass reads the table: 2 if a tied head on this rank reads it too.
+        uses: how many times a forward reads the table: 2 if a tied head on this rank reads it too.
         tied: whether the last stage, on another rank, holds a copy of the table.
     """
 
@@ -84,8 +84,8 @@ class Embedding(nn.Module):
             if documents is None:
                 x = x + self.position[mine]
             else:
-                # Ranks that each compute the whole gradient must get equal bits. Under sequence
-                # parallelism the gradients are summed over tp, and so are equal anyway.
+                # If each rank computes the whole gradient, all must get equal bits. Under sequence
+                # parallelism a sum over tp makes the gradients equal anyway.
                 deterministic = self.tp.size > 1 and not self.sp
                 x = x + look_up(documents.positions()[:, mine], self.position, deterministic)
         return self.dropout(x, samples, documents)

@@ -98,9 +98,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(f"{prefix}.experts", model, ctx)
         self.shared = self.shared_gate = None
         if model.shared_expert_size:
-            # This module recomputes its norm, or all of itself, so the shared expert must not
-            # recompute them again. In the second case it gets `layer` instead, which tells its
-            # linear layers that a recomputation may end with them and stop before the last GEMM.
+            # This module recomputes its norm, or all of its forward, so the shared expert must not
+            # recompute these again. In the second case it gets `layer` instead, so that its linear
+            # layers let a recomputation that ends with them stop before the last GEMM.
             outer = {"layer"} if "mlp" in ctx.recompute else set()
             inside = replace(ctx, recompute=ctx.recompute - {"norm", "mlp"} | outer)
             width = model.shared_expert_size
@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         choice: Choice,
         balance: Balance | None,
     ) -> Tensor:
-        """Returns the result of the experts for norm(x).
+        """Returns the output of the experts for norm(x).
 
         x and the result are (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
         `balance` has the data for the balancing losses, or is None if tokens are not counted.

@@ -112,7 +112,7 @@ def _shapes(
 
 
 # Compiled blocks call this operator, because their graphs cannot contain the sums over the ranks.
-# Its two results are kept for the backward, as the schema in `kept` says.
+# Both of its results are kept for the backward (`kept`).
 _full_norm = operator(
     "full_norm",
     "Tensor qkv, Tensor q_weight, Tensor k_weight",
@@ -126,7 +126,7 @@ _full_norm = operator(
 
 
 def sum_over_ranks(x: Tensor, tp: Group) -> Tensor:
-    """Sums `x`, this rank's part of means, over the tensor-parallel ranks, in place."""
+    """Sums this rank's partial means `x` over the tensor-parallel ranks, in place."""
     return collectives.all_reduce(x, tp) if tp.size > 1 else x
 
 
@@ -139,7 +139,7 @@ def _parts(qkv: Tensor, shape: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 @fused
 def sums_of_squares(qkv: Tensor, widths: tuple[int, int], shape: Heads) -> Tensor:
-    """Returns this rank's part of the mean square of q and of k, (b, s, 2)."""
+    """Returns this rank's contributions to the mean squares of q and k, (b, s, 2)."""
     q, k, _ = _parts(qkv, shape)
     return torch.stack((q.square().sum(-1) / widths[0], k.square().sum(-1) / widths[1]), -1)
 
@@ -176,9 +176,9 @@ def full_norm_sums(
     shape: Heads,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns this rank's part of two means, (b, s, 2), and the gradients of both weights.
+    """Returns this rank's contributions to two means, (b, s, 2), and both weights' gradients.
 
-    The means, `along`, are those of grad · weight · normalised, for q and for k.
+    The means are those of grad · weight · normalised for q and for k.
     """
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, _ = _parts(grad, shape)
@@ -203,7 +203,8 @@ def full_norm_backward(
 ) -> Tensor:
     """Returns the gradient of qkv.
 
-    It is scale · (grad · weight − normalised · along) for q and k; that of v is passed through.
+    For q and k it is scale · (grad · weight − normalised · along), where `along` has the means of
+    `full_norm_sums` over all ranks. The gradient of v is passed through.
     """
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, grad_v = _parts(grad, shape)

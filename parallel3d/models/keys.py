@@ -213,13 +213,13 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def ropes(self) -> list[Rope]:
-        """The distinct rotary positions, in the order of the first layer that has each of them."""
+        """The distinct rotary positions, in the order of the first layer that uses each."""
         ropes = [kind.rope for kind in self.attention_kinds if kind.rope is not None]
         return list(dict.fromkeys(ropes))
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
-        """Names of a layer's norms over the hidden dimension, in the order of the forward."""
+        """Names of a layer's norms over the hidden dimension, in the order in which they run."""
         before, after = self.norm_position != "after", self.norm_position != "before"
         return (
             *(["input_norm"] if before else []),
@@ -302,7 +302,7 @@ def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def states_of(model: ModelConfig) -> frozenset[str]:
-    """Returns the names of full tensors that the optimizer does not step: the biases of routers."""
+    """Returns the names of the full tensors that no optimizer updates: the biases of routers."""
     if not model.router_bias:
         return frozenset()
     return frozenset(f"layers.{layer}.mlp.router.bias" for layer in model.expert_layers)

@@ -81,7 +81,7 @@ class BuildContext:
 
     @property
     def linear_arguments(self) -> dict[str, Any]:
-        """Arguments common to all linear layers, which leave partial gradients to the trainer."""
+        """Arguments of all linear layers, whose partial gradients the trainer sums."""
         return {
             "group": self.tp,
             "init": self.init,
@@ -92,7 +92,7 @@ class BuildContext:
         }
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:
-        """Creates the dropout of a site at which tensors have the shape of the residual stream.
+        """Creates the dropout of a site whose tensors have the shape of the residual stream.
 
         Under sequence parallelism such a tensor is this rank's part of the sequence.
         """

@@ -32,7 +32,7 @@ class MLP(nn.Module):
     """Runs two GEMMs with a non-linearity between them; gate and up share the first GEMM.
 
     Args:
-        prefix: first part of the names of its parameters, such as `layers.3.mlp`.
+        prefix: prefix of its parameter names, such as `layers.3.mlp`.
         ffn: width of the MLP over all tensor-parallel ranks.
     """
 

@@ -64,7 +64,7 @@ def add_rms_norm_forward(
 def add_rms_norm_backward(
     grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of each addend, which is the same for both, and that of the weight.
+    """Returns the gradient of the addends, which is the same for both, and that of the weight.
 
     `grad_total` is the gradient of the sum and `grad` that of its norm.
     """
@@ -88,7 +88,7 @@ def _norm_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the weight.
 
-    If `grad_total` is not None, it is added to the gradient of x before that is rounded.
+    If `grad_total` is not None, it is added to the gradient of x before rounding.
     """
     gain = gain_of(weight, offset)
     shape, parts = x.shape, [grad, x, scale] + ([] if grad_total is None else [grad_total])
@@ -322,7 +322,7 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, shape: Heads, rotary: Rotary) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rotary)
-        if is_on_accelerator(qkv):  # attention kernels there accept (b, s, heads, head_dim)
+        if is_on_accelerator(qkv):  # its attention kernels accept (b, s, heads, head_dim)
             return tuple(x.transpose(1, 2) for x in split_heads_forward(qkv, *rotary, shape))
         q, k, v = heads_of(qkv, shape)
         batch, sequence = qkv.shape[:2]
@@ -394,7 +394,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (2, half))
     signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
-    # The signs multiply the pairs, because a product signs · sin would be kept for the backward.
+    # The signs multiply the pairs, not sin, because signs · sin would be kept for the backward.
     turned = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signs * sin.unsqueeze(-2)
     turned = turned.flatten(-2).to(x.dtype)
     if 2 * half == x.shape[-1]:

@@ -44,8 +44,8 @@ def data_parallel_engine(
     """
     groups_of = partial(copy_groups, groups=groups)
     if settings.zero > 1 and groups.layout.ep and groups.layout.world_size > 1:
-        # A stage without experts has no use for the mesh of a group of one rank, but must make it
-        # too, because making a mesh is collective over the world on NCCL.
+        # On NCCL, making a mesh is collective over the world. So a rank must make the mesh of a
+        # group of one rank even if its stages have no experts and do not use that mesh.
         for group in (groups.dp_cp, groups.edp):
             if group.size == 1 < max(groups.dp_cp.size, groups.edp.size):
                 groups.mesh_of(group)
@@ -88,7 +88,7 @@ def data_parallel_engine(
 
 
 def _without_backward(stages: Sequence[Stage]) -> set[nn.Module]:
-    """Returns the layers with nothing to train in them or before them, and their experts."""
+    """Returns layers that have no trainable parameters in or before them, and their experts."""
     blocks = [b for stage in stages for b in [*stage.blocks.values()][: stage.without_backward]]
     experts = {b.mlp.experts for b in blocks if isinstance(b.mlp, MixtureOfExperts)}
     return {*blocks, *experts}

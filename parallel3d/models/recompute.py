@@ -8,8 +8,8 @@
 | mlp | the result of `up`, the input of `down` | both, from the result of the norm |
 | layer | everything but its input | the layer, up to the input of its last GEMM |
 
-The key `recompute` lists such parts: `none` stands for no part, `selective` for attention, `full`
-for layer. With norm and mlp the MLP is recomputed from the residual stream. `recompute_layers`
+The key `recompute` lists such parts: `none` means no part, `selective` attention, and `full` the
+whole layer. With norm and mlp the MLP is recomputed from the residual stream. `recompute_layers`
 limits recomputation to the first layers of a stage. The limit may differ by stage, because early
 stages hold the activations of most micro-batches.
 

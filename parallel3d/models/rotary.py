@@ -14,11 +14,11 @@ from parallel3d.models.ops import Rotary
 
 
 class Positions(NamedTuple):
-    """The data about the positions of a micro-batch's tokens that attention needs.
+    """The position data that attention needs for the tokens of a micro-batch.
 
     Attributes:
         rotary: cos and sin for each kind of rotary positions in the model (`model.ropes`).
-        temperature: factors of the queries, (s, 1) or (b, 1, s, 1), or None for no factors.
+        temperature: factors that multiply the queries, (s, 1) or (b, 1, s, 1), or None.
     """
 
     rotary: tuple[Rotary, ...]
@@ -41,7 +41,7 @@ def rotary_tables(
 
 
 def frequencies(model: ModelConfig, rope: Rope) -> tuple[Tensor, float]:
-    """Returns the frequencies of the pairs, (r/2,) in fp64, and the factor of cos and sin.
+    """Returns the frequencies of the pairs, (r/2,) in fp64, and the factor for cos and sin.
 
     The frequency of a pair is the angle by which it turns from one position to the next.
     """
@@ -109,7 +109,7 @@ def _longrope(frequency: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _attention_factor(model: ModelConfig) -> float:
-    """Returns the factor of cos and sin; scores grow with its square."""
+    """Returns the factor that multiplies cos and sin; scores grow with its square."""
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
     log = math.log(model.rope_scaling_factor)
@@ -119,10 +119,10 @@ def _attention_factor(model: ModelConfig) -> float:
 
 
 def temperatures(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Returns the factor of the query at each position, (seq_length, 1) in fp32 or better.
+    """Returns the factor for the query at each position, (seq_length, 1) in fp32 or better.
 
     If `model.query_temperature` is 0, it returns None, and queries are not scaled. The factors grow
-    with each further `rope_original_length` tokens, so that attention over more keys stays as sharp
+    with every further `rope_original_length` tokens, to keep attention over more keys equally sharp
     (Llama 4, Ministral 3).
     """
     if not model.query_temperature:

@@ -168,8 +168,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        # Other operations keep the inputs and the results of norms after a part anyway, so
-        # recomputing these norms would save nothing.
+        # Recomputing norms that follow attention or MLP would save nothing, because other
+        # operations keep the inputs and the results of these norms anyway.
         if model.norm_position == "after":
             ctx = replace(ctx, recompute=ctx.recompute - {"norm"})
 
@@ -264,7 +264,7 @@ class TransformerBlock(nn.Module):
         """Returns x + y (x if y is None), and a function that returns the norm of this sum.
 
         If `norm` is None, the function returns the sum itself. A fused kernel computes both at
-        once, unless the norm is to be recomputed, so that its result must not be kept.
+        once, unless the norm is recomputed: its result must not be kept then.
         """
         if norm is None:
             return x if y is None else x + y, lambda x: x
@@ -305,16 +305,16 @@ class Stage(nn.Module):
             both is the whole model.
         first_stage: the first stage, if this stage is the last one and is on the same rank (a V
             schedule), so that a tied head can read the word embedding; otherwise None.
-        recomputed: how many layers, from the first one on, are recomputed, or None for all.
+        recomputed: how many of the first layers are recomputed, or None for all layers.
 
     Attributes:
         pre_forward: hook called before the forward reads the parameters of "embedding", "layers.3"
             or "head"; sharded parameters are all-gathered (unsharded) there.
         tied_table: local name of the word embedding if another rank holds it too, else None.
         offload: moves saved tensors of the offloaded layers to the host, or None if there are none.
-        offloaded: how many of the layers, from the first one on, are offloaded.
-        without_backward: how many of the layers, from the first one on, have no backward, because
-            there is nothing to train in them or before them.
+        offloaded: how many of the first layers are offloaded.
+        without_backward: how many of the first layers have no backward, because there is nothing to
+            train in them or before them.
         compiled: whether the blocks are compiled.
     """
 
@@ -362,7 +362,7 @@ class Stage(nn.Module):
         self.rotary = tuple(rotary_tables(model, rope, *of_init) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
-        # A graph has whole periods of `layer_types`, so that graphs are alike and share their code.
+        # A graph has whole periods of `layer_types`, so that graphs are equal and share their code.
         period = len(model.layer_types) or 1
         self.graph_blocks = GRAPH_BLOCKS // period * period or GRAPH_BLOCKS
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
@@ -370,17 +370,16 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> dict[str, TransformerBlock]:
-        # `nn.ModuleDict` is not generic, so the type of its values is lost.
+        # `nn.ModuleDict` is not generic, so type checkers do not know the type of its values.
         return {name: cast(TransformerBlock, block) for name, block in self.layers.items()}
 
     def positions_and_documents(
         self, batch: int, length: int, documents: Documents | None = None
     ) -> tuple[Positions, Documents | None]:
-        """Returns inputs of the blocks for `batch` samples of `length` tokens.
+        """Returns the positions and documents for `batch` samples of `length` tokens.
 
-        The first are the rows of the rotary tables for the tokens' positions. The second are the
-        given documents. If they are None in a model with a window, whose attention needs documents,
-        they are the whole samples.
+        The positions are the tokens' rows of the rotary tables. The documents are the given ones.
+        Attention with a window needs documents: if none are given, each sample is one document.
         """
         rotary, temperature = self.rotary, self.temperature
         if rotary or temperature is not None:
@@ -412,13 +411,13 @@ class Stage(nn.Module):
             tokens, labels: (b, s) ids; under context parallelism only those of this rank's tokens,
                 as in `hidden`. Only the first and the last stage read them.
             loss_mask: (b, s) bool; only the last stage reads it.
-            samples: (b,) numbers of the samples in the run, for dropout.
+            samples: (b,) int64, each sample's index in the run, for dropout.
             documents: the documents within which attention stays and positions are counted, or None
                 if each sample is one document.
             balance: data for the experts' balancing losses, or None if the experts' tokens are not
                 counted.
-            loss_scale: scalar, the gradient of the sum of the losses with which the backward
-                begins, or None for an evaluation, without gradients or dropout.
+            loss_scale: scalar, the gradient of the summed losses with which the backward begins, or
+                None for an evaluation, without gradients or dropout.
         """
         if loss_scale is None or not self.uses_dropout:
             samples = None
@@ -443,8 +442,8 @@ class Stage(nn.Module):
                 self.pre_forward(f"layers.{name}")
             frozen = i < self.without_backward
             if self.compiled and not frozen and not x.requires_grad:
-                # The operator of a linear layer has no weight among its inputs, so without a
-                # gradient of its input it would have no backward.
+                # The weight is not an input of a linear layer's operator. So the operator would
+                # have no backward if its input needed no gradient.
                 x = x.detach().requires_grad_(torch.is_grad_enabled())
             last, stays = end == len(blocks), i >= self.offloaded
             with (
@@ -563,7 +562,7 @@ class Decoder:
             of_token = attention.kv_heads, length, attention.head_dim
             self.caches[name] = example.new_zeros(2, 1, *of_token)
         self.start = 0  # index of the window's first token
-        self.cached = 0  # number of tokens in the caches, from `start` on
+        self.cached = 0  # number of tokens in the caches, beginning at `start`
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor | None:
@@ -571,7 +570,7 @@ class Decoder:
 
         The logits are (vocab_size,). `tokens` are the whole sequence so far, of which the tokens of
         earlier calls are cached. When the window of `seq_length` tokens is full, its second half is
-        recomputed, from position 0 on.
+        recomputed, beginning at position 0.
         """
         start = self._window_start(len(tokens))
         if start != self.start or len(tokens) - start - self.cached != 1:
@@ -606,7 +605,7 @@ class Decoder:
         return x + embedding.position[self.cached : self.cached + tokens.shape[1]]
 
     def _exchange(self, call: Callable, x: Tensor, offset: int) -> None:
-        """Sends x to the next stage (1), or receives it from the previous one (-1)."""
+        """Sends x to the next stage (offset 1) or receives it from the previous one (-1)."""
         pp = self.groups.pp
         assert pp.handle is not None  # there is another stage
         transfer(call, x, pp.ranks[pp.index + offset], pp.handle)
@@ -626,9 +625,9 @@ class Decoder:
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
         """Returns the attention of n new tokens, (1, n, …), over them and all cached tokens.
 
-        The keys and values of the new tokens are cached too. Either the cache is empty before, or n
-        is 1 and no mask is needed. A sliding layer caches only the keys of its window: position p
-        is at index p modulo the window.
+        The keys and values of the new tokens are cached too. Either the cache is empty at first,
+        or n is 1 and no mask is needed. A sliding layer caches only the keys of its window:
+        position p is at index p modulo the window.
         """
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:

@@ -19,9 +19,9 @@ WITH_SP = "(as sp=true) model.seq_length"
 
 
 def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
-    """Returns the sizes that tp must divide; the keys are their names in messages.
+    """Returns the sizes that tp must divide, keyed by their names in messages.
 
-    The length of the sequence is not among them under context parallelism, which pads it
+    Under context parallelism, the sequence length is not among them, because it is padded
     (`Config.padded_seq_length`).
     """
     sizes = {
@@ -36,7 +36,7 @@ def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
 
 
 def _tp_splits(model: ModelConfig, sizes: Collection[int]) -> Callable[[int], bool]:
-    """Returns a function that tells whether a tensor-parallel size splits this model evenly.
+    """Returns a function that checks whether a tensor-parallel size splits this model evenly.
 
     `sizes` are the sizes that the tensor-parallel size must divide.
     """

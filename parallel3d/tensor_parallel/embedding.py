@@ -87,8 +87,7 @@ def vocabulary_spec(
     tied: bool = False,
     uses: int = 1,
 ) -> ParameterSpec:
-    """Returns the spec of the rows that rank `index` holds of a table with `padded` rows, of which
-    those from `vocab_size` on are padding."""
+    """Returns the spec of rank `index`'s rows; rows from `vocab_size` to `padded` are padding."""
     rows = padded if replicated else padded // ranks
     start = 0 if replicated else rows * index
     real = max(0, min(rows, vocab_size - start))
@@ -107,7 +106,7 @@ class VocabParallelEmbedding(ShardedModule):
             Under sequence parallelism each rank then looks up its own part of the sequence.
         sequence_parallel: whether the result is this rank's part of the sequence.
         sum_partial_gradients: as in `RowParallelLinear`, for a replicated table.
-        uses: number of reads of the table per forward; a tied head adds one.
+        uses: how many times a forward reads the table; a tied head adds one.
         group, seed, name, std, init: as in `ColumnParallelLinear`.
 
     Shapes: (…) int64, equal on all ranks → (…, embedding_dim); with sequence parallelism (b, s) →
@@ -116,7 +115,7 @@ class VocabParallelEmbedding(ShardedModule):
     Raises:
         UserError: num_embeddings is not a multiple of the ranks, or a seed has no name.
         IndexError: an id is outside of the table; raised on every rank. On an accelerator such ids
-            give zeros instead, because the check would make the host wait.
+            give zeros instead, because a check would make the host wait.
     """
 
     weight: nn.Parameter

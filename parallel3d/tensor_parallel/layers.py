@@ -50,7 +50,7 @@ class ShardedModule(nn.Module, ABC):
         self.std = std
 
     def check_divides(self, key: str, value: int, ranks: int) -> None:
-        """Raises UserError unless `value` is a positive multiple of the number `ranks`."""
+        """Raises UserError unless `value` is a positive multiple of `ranks`."""
         if not isinstance(value, int) or value < 1 or value % ranks:
             near = max(ranks, round(value / ranks) * ranks)
             raise UserError(
@@ -91,7 +91,7 @@ class ShardedModule(nn.Module, ABC):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Describes a new parameter, because `assign=True` and FSDP2 register new ones."""
+        """Registers a parameter and sets its spec, also if `assign=True` or FSDP2 replaces it."""
         super().register_parameter(name, param)
         self._describe()
 
@@ -101,7 +101,7 @@ class ShardedModule(nn.Module, ABC):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._describe()  # the parameters are new if the module has left the meta device
+        self._describe()  # leaving the meta device creates new parameters
         return self
 
     def _describe(self) -> None:
@@ -118,7 +118,7 @@ class ShardedModule(nn.Module, ABC):
         """Returns the specs of rank `index` by parameter name, with None for absent parameters."""
 
     def register_shards(self, values: Initializer | nn.Module) -> None:
-        """Registers this rank's parameters; `values` draws them or has the full parameters."""
+        """Registers this rank's parameters, which `values` draws or contains as full parameters."""
         for key, spec in self.specs(self.group.index).items():
             if spec is None:
                 self.register_parameter(key, None)
@@ -237,9 +237,9 @@ class ColumnParallelLinear(ShardedModule):
     has the number of this rank's features of each matrix.
 
     Args:
-        out_features: number of features, or matrix name → number; the results are side by side.
+        out_features: number of features, or matrix name → number; the results are concatenated.
         group: `groups.tp`, a group of torch.distributed, or None for all ranks.
-        gather_output: whether every rank gets all features instead of its own ones.
+        gather_output: whether every rank gets all features instead of only its own.
         sequence_parallel: whether the input is this rank's part of the sequence and is gathered.
         chunks: number of pieces in which the sequence is gathered (see `linear_ops.gather_linear`).
         recomputed: whether a recomputation of x in the backward stops before this GEMM.
@@ -378,7 +378,7 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: whether the results are reduce-scattered along the sequence.
         chunks: number of pieces in which the sequence is reduce-scattered.
         sum_partial_gradients: whether the backward all-reduces the gradient of the bias under
-            sequence parallelism, where each rank only has the part of its own tokens. If not,
+            sequence parallelism, where each rank only has its own tokens' part. If not,
             `optim.all_reduce_layernorm_grads` does so for all layers at once.
 
     Shapes: this rank's (…, in_features / tp) → (…, out_features), equal on all ranks; with

@@ -45,7 +45,7 @@ def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, scatter
 
 
 def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
-    # The compiler takes this for a pure function of `grad`. Nonetheless this may add to
+    # The compiler assumes that this is a pure function of `grad`. It may still add to
     # `main_grad`, because nothing in a compiled block reads a gradient bucket.
     layer: LinearLayer = registered(handle)
     grad = grad.contiguous()
@@ -117,7 +117,7 @@ def compiled(layer: LinearLayer, x: Tensor, outputs: int, gather: int, scatter: 
 # GEMMs hide its two collectives.
 #
 # A chunk of a shard (s/tp) has s/(tp·chunks) tokens. A gathered chunk has such a run of tokens from
-# every rank, and its results go to tp places of the sequence:
+# every rank, so its results go to tp places in the sequence:
 #
 #     sequence    |  rank 0: a0 a1 a2 a3  |  rank 1: b0 b1 b2 b3  |
 #     chunks=2       chunk 0: a0 a1 b0 b1    chunk 1: a2 a3 b2 b3
@@ -134,7 +134,7 @@ def gather_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """All-gathers x along the sequence and computes x·Wᵀ + b: (b, s/tp, in) → (b, s, out).
 
-    Returns the result and the gathered x (b, s, in), or None in its place without `keep`.
+    Returns the result, and the gathered x (b, s, in) if `keep`, else None.
     """
     if chunks > 1:
         return _gather_linear_in_chunks(x, weight, bias, group, chunks, keep)
@@ -183,7 +183,7 @@ def _linear_scatter_in_chunks(x: Tensor, weight: Tensor, group: Group, chunks: i
 
 
 def _take(whole: Tensor, i: int) -> Tensor:
-    """Returns chunk i of (b, tp, chunks, c, features) as a collective's (tp · c, b, features)."""
+    """Returns chunk i of (b, tp, chunks, c, features) for a collective: (tp · c, b, features)."""
     return whole[:, :, i].permute(1, 2, 0, 3).flatten(0, 1)
 
 
@@ -213,8 +213,8 @@ def column_backward(
     input gradient runs. The input gradient is reduced while the GEMM of the weight gradient runs.
 
     Args:
-        x: the input of the forward; None if the weight is frozen and has no gradient.
-        of_x: whether x has a gradient.
+        x: the input of the forward; None if the weight is frozen.
+        of_x: whether x needs a gradient.
     """
     rows = grad.flatten(0, -2)
     if x is None:
@@ -233,7 +233,7 @@ def column_backward(
         grad_x, reducing = collectives.reduce_scatter_async(
             sequence_first(matmul(grad, weight)), group
         )
-        # The deferred weight gradient gathers x, so that only the shard is kept until then.
+        # The deferred weight gradient gathers x, so only the shard is kept until then.
         add_weight_gradient(weight, rows, lambda: all_gather_sequence(x, group).flatten(0, -2))
         reducing.wait()
         return grad_x.transpose(0, 1).contiguous(), None
@@ -293,7 +293,7 @@ def run_backward(
     sp: int | None,
     of_x: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of x and of the weight, with the arguments of `column_backward`."""
+    """Returns the gradients of x and of the weight; the arguments are as in `column_backward`."""
     if split == "row":
         return row_backward(grad, x, weight, group, sp, of_x)
     return column_backward(grad, x, weight, group, sp, of_x)
@@ -381,7 +381,7 @@ def linear_node(
 ) -> Tensor:
     """Runs `column_forward` (split "column") or `row_forward` (split "row") as an autograd node.
 
-    `recomputed` says whether a recomputation of x must stop before this GEMM.
+    `recomputed`: whether a recomputation of x must stop before this GEMM.
     """
     kept: list[Any] = []
     if recomputed and x.requires_grad and weight.requires_grad:  # data is never recomputed

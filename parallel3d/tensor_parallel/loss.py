@@ -1,4 +1,4 @@
-"""Computes the vocab-parallel cross-entropy, together with the LM head and chunk by chunk."""
+"""Computes the LM head and its vocab-parallel cross-entropy together, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Objective:
     capped products of the head: z = c · tanh(s · product / c), computed in fp32 or better.
 
     Attributes:
-        vocab_size: number of tokens without padding. Softmax and mean leave out further columns.
+        vocab_size: number of tokens without padding. Softmax and mean ignore further columns.
         label_smoothing, z_loss: ε and λ.
         half: whether logits, statistics and losses stay in half precision, as with Megatron-LM's
             --fp16-lm-cross-entropy. Otherwise statistics and losses are fp32 or better.
@@ -57,7 +57,7 @@ class Objective:
 
 
 def scaled_and_capped(products: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Returns the logits of the head's products (Gemma 2 report, arXiv:2408.00118, §2)."""
+    """Scales and caps the head's products into logits (Gemma 2 report, arXiv:2408.00118, §2)."""
     z = products if scale == 1.0 else products * scale
     return z if cap is None else cap * torch.tanh(z / cap)
 
@@ -117,7 +117,7 @@ def logits_to_gradient(
     column; `slope_of` turns it into that of the products. Columns from `real` on become 0. `logits`
     has the shape (tokens, columns), and the other tensors have (tokens, 1).
     """
-    # These are 32-bit integers: to compare 64-bit ones would take as long as the memory traffic.
+    # These are 32-bit integers: comparing 64-bit ones would take as long as the memory traffic.
     column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     z = scaled_and_capped(logits.to(log_sum.dtype), scale, cap)
     gradient = (z - log_sum).exp() * of_softmax
@@ -132,7 +132,7 @@ def logits_to_gradient(
 
 
 class ChunkLoss:
-    """Computes the losses of some tokens, and their gradients in place of the logits.
+    """Computes the losses of a chunk of tokens, and overwrites the logits with their gradients.
 
     Call `statistics`, then `losses` with the statistics of all ranks, and then `gradient`. Maximum,
     exponentials and sums are in fp32 or better unless the objective is `half`. Without fused
@@ -270,7 +270,7 @@ class HeadLoss:
         sp: whether hidden states are (b, s/tp, h) and are gathered first.
         gather_logits: whether every rank gathers all logits of a chunk, as with
             `model.parallel_output=false`.
-        chunk_tokens: number of tokens of a chunk; None chooses it by the memory of the logits.
+        chunk_tokens: number of tokens in a chunk; None chooses it by the memory of the logits.
     """
 
     objective: Objective
@@ -282,7 +282,7 @@ class HeadLoss:
     def train(
         self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor
     ) -> Tensor:
-        """Returns the sum of the unmasked losses, from which the backward starts with `loss_scale`.
+        """Returns the sum of the unmasked losses; the backward must start with `loss_scale`.
 
         The forward already adds the table's gradient to its bucket; the backward registers it as
         ready.
@@ -291,7 +291,7 @@ class HeadLoss:
             x: (b, s, h), or (b, s/tp, h) under sequence parallelism.
             table: (rows of the padded vocabulary / tp, h).
             labels, loss_mask: (b, s).
-            loss_scale: the gradient with which the backward will start.
+            loss_scale: the gradient of the sum with which the backward will start.
 
         Raises:
             RuntimeError: the backward starts with another gradient; only checked on a CPU.
@@ -318,8 +318,8 @@ class HeadLoss:
         """Returns the sum of the unmasked losses, and the gradients of x and of the table.
 
         The gradients are None without a `loss_scale`. The table's gradient is also None if it went
-        to a bucket. `of_x` and `of_table` say whether x and the table have a gradient at all; a
-        frozen table and the result of frozen layers have none.
+        to a bucket. `of_x` and `of_table`: whether x and the table need gradients; a frozen table
+        and the result of frozen layers do not.
         """
         group, sp = self.group, self.sp and self.group.size > 1
         full = all_gather_sequence(x, group) if sp else x
@@ -358,7 +358,7 @@ class HeadLoss:
                     work = collectives.all_reduce_async(whole, group)
             if grad_table is not None:
                 add_matmul(grad_table, grad, tokens[chunk])
-            del grad  # so that the next chunk's logits can reuse its memory
+            del grad  # the next chunk's logits can then reuse its memory
         if work is not None:
             work.wait()
         if reduced is not None and sp:

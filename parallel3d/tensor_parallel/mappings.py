@@ -1,4 +1,4 @@
-"""Communicates in the forward and the backward of tensor and sequence parallelism.
+"""Communication of tensor and sequence parallelism in the forward and the backward.
 
 Shoeybi et al. 2019 (Megatron-LM, §3) define f and g, and Korthikanti et al. 2022 (§4.2.2) define
 the pair of sequence parallelism. For activations (batch, sequence, hidden) the linear layers' nodes
@@ -116,7 +116,7 @@ def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
-    """All-gathers x (..., v/tp) to (..., v), for work that all ranks do alike."""
+    """All-gathers x (..., v/tp) to (..., v), for work that is the same on all ranks."""
 
     def forward(x: Tensor) -> Tensor:
         return torch.cat(_gather(x, group).unbind(0), dim=-1)
@@ -139,9 +139,9 @@ def gather_heads(x: Tensor, group: Group) -> Tensor:
 def rows_of_replicated(weight: Tensor, group: Group, partial_sums: bool) -> Tensor:
     """Returns this rank's rows of a replicated table, for a head split over the vocabulary.
 
-    All uses of a replicated parameter must give one kind of gradient. Usually it is complete on
-    each rank, so its rows are gathered here. With `partial_sums` it is a term of the sum over tp
-    that sequence parallelism computes after the backward, so the other ranks' rows are zero here.
+    All uses of a replicated parameter must give the same kind of gradient. Usually each rank has
+    the whole gradient, so the backward gathers all rows. With `partial_sums` the gradients are
+    summed over tp after the backward, so the backward fills the rows of other ranks with zeros.
     """
     shape = weight.shape
 

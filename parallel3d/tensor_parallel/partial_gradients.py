@@ -15,7 +15,7 @@ from parallel3d.tensor_parallel.mappings import sum_over_replicas
 def is_partial(spec: ParameterSpec, shard: ShardSpec, sp: bool) -> bool:
     """Returns whether each rank that holds a copy of a shard has only a part of its gradient.
 
-    `sp` says whether sequence parallelism is on, over several ranks.
+    `sp`: whether sequence parallelism is on, over several ranks.
     """
     return spec.tied or shard.tp_replicas > 1 or (spec.replicated and sp)
 
