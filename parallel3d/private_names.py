@@ -227,8 +227,11 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 
 
 def memory_history(device_module: Any) -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """Returns a function that starts and stops the allocator's history, and one that writes it to
-    a file; returns None if the device's module has no `memory`."""
+    """Returns functions that record the allocator's history and write it to a file.
+
+    The first function starts and stops the recording. Returns None if the device's module has no
+    `memory`.
+    """
     memory = getattr(device_module, "memory", None)
     if memory is None:
         return None
@@ -241,8 +244,8 @@ def memory_history(device_module: Any) -> tuple[Callable[..., None], Callable[..
 def simulated_backend_is_a_group(name: str, group: type) -> None:
     """Lets torch.distributed use a backend in Python whose groups are ProcessGroups themselves.
 
-    Such groups have no C++ backend. But torch since 2.15 would install a hook on one to record
-    operations, and torch since 2.14 would use one to split a group.
+    Such groups have no C++ backend. Torch since 2.15 would install a hook on that backend to record
+    operations, and torch since 2.14 would split a group with it.
     """
     recording = find(NAMES["self_recording_backends"], SINCE["self_recording_backends"])
     if recording is not None:

@@ -11,8 +11,10 @@ from parallel3d.errors import UserError
 
 
 class Tried(NamedTuple):
-    """A range of versions: from `oldest`, as in pyproject.toml (None: unknown), to `newest`,
-    including all patch releases of `newest`."""
+    """A range of versions, up to and including all patch releases of `newest`.
+
+    `oldest` is the lower bound in pyproject.toml, or None if it is unknown.
+    """
 
     oldest: str | None
     newest: str
@@ -46,7 +48,8 @@ def installed(package: str) -> str | None:
 def parts(version: str) -> tuple[int, ...]:
     """Returns the numbers of a version, such as (2, 15, 0) for "2.15.0a0+git12".
 
-    Returns () for a version that does not begin with a number."""
+    Returns () for a version that does not begin with a number.
+    """
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     return tuple(map(int, found[1].split("."))) if found else ()
 
@@ -65,8 +68,10 @@ def check_versions(packages: Iterable[str]) -> None:
 
 
 def newer(packages: Iterable[str]) -> str | None:
-    """Returns a sentence about packages that are newer than the newest tried version, or whose
-    version cannot be compared; None if there are none."""
+    """Returns a sentence about packages newer than any tried version; None if there are none.
+
+    A package whose version cannot be compared counts as newer.
+    """
     found = [
         (package, version, TRIED[package].newest)
         for package in packages

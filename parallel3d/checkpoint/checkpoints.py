@@ -91,7 +91,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
 def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | None) -> Compared:
     """Compares a checkpoint with the configuration and the text of a run.
 
-    The result tells why the run cannot resume from the checkpoint, if so. Otherwise it may have a
+    The result has the reason if the run cannot resume from the checkpoint; otherwise it may have a
     note on the data files.
     """
     refusal = identity.refusal(config.run, identity.changes(manifest.config, config))
@@ -109,9 +109,9 @@ def _other_text(
 ) -> str | None:
     """Returns why a run cannot resume with the text `here`, or None if it can.
 
-    `reads` tells whether the run trains on samples of the text.
+    With `reads`, the run trains on samples of the text.
     """
-    # The marks of the files hold times and inodes, which may change.
+    # The files' marks contain times and inodes, which may change.
     if {**manifest.data, "files": here["files"]} == here:
         return None
     there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
@@ -171,7 +171,7 @@ def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChan
 
 
 def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, samples: int) -> str:
-    """Describes what a resuming run has done and still has to do, in the unit of its length.
+    """Describes the steps or tokens that a resuming run has done, and the steps that remain.
 
     `sizes` gives the size of the global batch for any number of samples read.
     """
@@ -261,15 +261,15 @@ class Checkpoints:
         self.step_in_flight: int | None = None
         self.saved_step = 0  # newest step whose checkpoint is written or in flight
         self.resumed = False  # whether `restore` has found a checkpoint
-        # Whether keys that affect the results beyond rounding have other values than there.
+        # Whether keys that affect results beyond rounding have changed since the checkpoint.
         self.changed = False
         self.last_failed = False
         self.number = 0
         self.logged: set[str] = set()
-        self.lines: tuple[str, ...] = ()  # lines of the manifest from which the run resumes
+        self.lines: tuple[str, ...] = ()  # `lines` of the manifest from which the run resumes
         # Returns the lines of metrics.jsonl for the next manifest; the caller may replace it.
         self.waiting: Callable[[], tuple[str, ...]] = tuple
-        # `restore` replaces these two by the trainer's values.
+        # `restore` replaces these two with the trainer's values.
         self.device = torch.device("cpu")
         self.length = Length.of_run(config)
 
@@ -420,7 +420,7 @@ class Checkpoints:
         """
         if self.step_in_flight is None:
             return True
-        assert self.saver is not None  # `save` has started it
+        assert self.saver is not None  # it has a save in flight
         if wait:
             self.saver.join()
         ended = torch.zeros((), dtype=torch.float64, device=self.device)

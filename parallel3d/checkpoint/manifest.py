@@ -105,7 +105,7 @@ class DataFacts(TypedDict, total=False):
 
     fingerprint: str
     train_tokens: int
-    files: str  # `marks_of` the files, to notice changes
+    files: str  # marks of the files (`marks_of`), which reveal changes
     blend: str  # the blend's history: `first sample:digest` of each stage, separated by spaces
     tokenizer: str  # digest of the tokenizer; absent if the tokens are bytes
 
@@ -116,7 +116,7 @@ class Manifest:
 
     Attributes:
         step: optimizer steps done.
-        progress: `Trainer.progress()`.
+        progress: the result of `Trainer.progress()`.
         config: the whole configuration of the session that saved the checkpoint, as nested dicts.
         data: facts about the training text; empty if the caller brought its own samples.
         saved_at: time of the save in UTC, in ISO 8601.
@@ -147,7 +147,7 @@ class Manifest:
     def has_weights_alone(self) -> bool:
         """Returns whether the checkpoint holds no optimizer state.
 
-        Such a checkpoint has step 0. An import and an average of checkpoints create one.
+        Imports and averages of checkpoints create such checkpoints; their step is 0.
         """
         return self.step == 0
 

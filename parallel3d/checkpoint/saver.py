@@ -217,8 +217,7 @@ class SaveResult:
         is_bug: whether a bug caused the problem, rather than a disk error.
         is_overtaken: whether the save failed because another start has taken over the run.
         notes: sentences on other errors, which do not make the save fail.
-        file: the file that the rank wrote, or None if it had nothing to write. The result of a
-            whole save has None too.
+        file: the file that the rank wrote; None if it had nothing to write, and for a whole save.
         elements: number of elements of each kind in the rank's file.
     """
 
@@ -231,7 +230,7 @@ class SaveResult:
 
 
 def count_elements(state: State) -> dict[str, int]:
-    """Returns kind → number of elements, where a kind is a word such as "parameter"."""
+    """Counts the elements of each kind, where a kind is a word such as "parameter"."""
     counts: Counter[str] = Counter()
     for name, tensor in state.items():
         counts[name.partition("/")[0]] += sum(chunk.elements for chunk, _ in tensor.chunks)
@@ -297,7 +296,7 @@ def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> 
     An existing checkpoint of the same step is kept instead. Raises OSError.
 
     Args:
-        facts: the manifest, in which the files and the time are still missing.
+        facts: the manifest without its files and its time.
     """
     for file in files:
         path = unfinished / file.name
@@ -438,7 +437,7 @@ class Save:
         step: optimizer steps done.
         number: number of this save since the start of the session.
         state: this rank's chunks.
-        facts: the manifest, in which the files and the time are still missing.
+        facts: the manifest without its files and its time.
         elements, states, frozen: see `is_complete`.
     """
 

@@ -89,9 +89,10 @@ State = dict[str, TensorChunks]
 def share(part: ParameterSlice) -> tuple[int, int]:
     """Returns (first element, count) of the part of a slice that this rank writes.
 
-    The first element is relative to the slice's start. All ranks that hold the same values together
-    write each element exactly once. They divide the local parameter by whole rows, regardless of
-    where a slice begins, because the two holders of a tied embedding may shard it differently.
+    The first element is relative to the slice's start. The ranks that hold the same values write
+    each element exactly once between them. They divide the local parameter by whole rows,
+    regardless of where a slice begins, because the two holders of a tied embedding may shard it
+    differently.
     """
     index, holders = part.copies.index, part.copies.count
     count = next(iter(part.values.values())).numel()
@@ -106,7 +107,7 @@ def share(part: ParameterSlice) -> tuple[int, int]:
 
 
 def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
-    """Returns `kind/name` → this rank's chunks, as views of its slices.
+    """Returns this rank's chunks by `kind/name`, as views of its slices.
 
     With `shared`, leaves out the elements that another rank with the same values writes.
     """
@@ -311,7 +312,7 @@ def read_state(folder: Path, state: State) -> Manifest:
 
 
 def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str, Tensor]:
-    """Returns `kind/name` → full, unpadded and verified tensor on the CPU.
+    """Returns the full, unpadded and verified tensors by `kind/name`, on the CPU.
 
     All tensors must fit into the memory of one process. Kinds are "parameter", "ema", "state" and
     the optimizer's "exp_avg", "exp_avg_sq" and "momentum"; kinds that the checkpoint lacks are left
@@ -324,7 +325,7 @@ def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns `kind/name` → full shape from verified headers; raises as `read_state` does."""
+    """Returns full shapes by `kind/name` from verified headers; raises as `read_state` does."""
     return {name: chunks[0].full_shape for name, chunks in _opened(folder)[1].items()}
 
 

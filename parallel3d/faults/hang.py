@@ -17,8 +17,8 @@ from parallel3d.private_names import flight_records
 # an NCCL handle only orders streams, and the host blocks somewhere later, so the host cannot tell
 # which collective never ends. The recorder has an entry with a state for each queued collective.
 
-# For each group, this many operations before its first unfinished one are kept, and as many from
-# that one on. Ranks compare them one by one.
+# Number of operations kept per group before its first unfinished operation, and again from that
+# operation on. Ranks compare them one by one.
 KEPT = 8
 WORLD = "default_pg"  # torch's description of the group of all ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -140,14 +140,14 @@ class RankState:
         who: name of the rank, such as "rank 3 (pp 0, dp 1, tp 1) on host".
         phase: phase of the run, such as "train step 12".
         place: innermost line of this package on the rank's stack; "" if there is none.
-        blocked: function of torch.distributed in which the rank is; "" if it is in none.
+        blocked: function of torch.distributed that the rank is running; "" if there is none.
         waited_s: seconds without progress.
         ranks: ranks of each group by its name.
         divergence: first difference from the preceding step (`OperationLog.divergence`); None if
             there is none.
-        queue: newest operations that the host has begun, or with `on_device` those on the device.
+        queue: newest operations that the host has begun or, with `on_device`, queued on the device.
         device_queue: operations queued on the device, in order; None without a flight record.
-        on_device: whether `queue` is the device's.
+        on_device: whether `queue` is `device_queue`.
     """
 
     rank: int
@@ -203,7 +203,7 @@ class Diagnosis:
 
 
 def to_json(state: RankState) -> dict[str, Any]:
-    """Converts a state to JSON for the store, which turns named tuples into lists."""
+    """Converts a state to JSON for the store, where named tuples become lists."""
     return dict(vars(state))
 
 
@@ -224,7 +224,7 @@ def from_json(content: dict[str, Any]) -> RankState:
 # Diagnosis. A hang has one of these kinds:
 # dead        A rank does not answer: its process is stopped or gone, or its host is unreachable.
 # shape       Ranks are in the same operation of a group, but with different tensors or calls.
-# missing     A rank did not come to an operation in which others wait, because it is elsewhere.
+# missing     A rank has not reached an operation in which others wait.
 # unknown     The states of the ranks do not show a rank at fault.
 #
 # If two ranks wait in different places, either may be at fault. But training repeats itself: if one
@@ -236,7 +236,7 @@ UNEVEN = ("all_to_all", "alltoall", "scatter")  # their tensors may differ in si
 
 
 def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
-    """Returns the diagnosis; `silent` has the name of each silent rank, and why it is silent."""
+    """Returns the diagnosis; `silent` maps each silent rank to its name and the reason."""
     if silent:
         return _dead(states, silent)
     on_devices = {
@@ -244,13 +244,13 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, st
         for rank, state in states.items()
         if state.device_queue is not None
     }
-    # With NCCL, the devices wait. The hosts run on until they read a value, and look alike.
+    # With NCCL, the devices wait. The hosts continue until they read a value, so they look alike.
     if len(on_devices) == len(states) and any(state.stuck for state in on_devices.values()):
         states = on_devices
     if (found := _diverged(states) or _other_tensor(states)) is not None:
         return found
     # In a ring, not every waiting rank leads to the missing rank. The neighbours of that rank do;
-    # ranks further away wait for peers that have come to the same messages.
+    # ranks further away wait for peers that have reached the same messages.
     longest = sorted(states.values(), key=lambda s: (s.stuck is None, -s.waited_s))
     ways = (_absent(states, state) for state in longest if state.stuck is not None)
     return next(filter(None, ways), None) or _elsewhere(states) or _unknown(states, longest[0])
@@ -291,7 +291,7 @@ def _diverged(states: Mapping[int, RankState]) -> Diagnosis | None:
 
 
 def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Finds a rank with another tensor than the others, even if it has finished the operation."""
+    """Finds a rank whose tensor differs from the others', even if it has finished the operation."""
     for state in states.values():
         mine = state.stuck
         if mine is None or mine.peer is not None or mine.name.startswith(UNEVEN):
@@ -301,7 +301,7 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
         others = [rank for rank, found in theirs.items() if not found.is_same_call(mine)]
         if not others:
             continue
-        # The rarer call is at fault; if both are equally frequent, the call unlike `mine` is.
+        # The rarer call is at fault; if both are equally frequent, the call other than `mine` is.
         same = [rank for rank, found in theirs.items() if found.is_same_call(mine)]
         odd, usual = (same, others) if len(same) < len(others) else (others, same)
         blamed, witness = states[odd[0]], states[usual[0]]
@@ -319,7 +319,7 @@ def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
 def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | None:
     """Diagnoses the rank that all others wait for, by the chain of waits that begins at `first`.
 
-    Returns None if, at some point of the chain, all awaited ranks have come to the operation.
+    Returns None if, at some point of the chain, all awaited ranks have reached the operation.
     """
     path = [first]
     while path[-1].stuck is not None and path[-1] not in path[:-1]:

@@ -22,8 +22,8 @@ from parallel3d.run.failure import who
 from parallel3d.text import count
 from parallel3d.trainer import StepResult, Trainer
 
-SPIKE_WINDOW = 50  # number of steps with whose median a loss is compared
-SPIKE_PAUSE = 10  # number of steps after a reported spike in which no other is reported
+SPIKE_WINDOW = 50  # a loss is compared with the median of this many steps
+SPIKE_PAUSE = 10  # no spike is reported within this many steps of the last one
 # integer types by their number of bytes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +43,7 @@ class Health:
     def after_step(self, result: StepResult) -> None:
         """Checks a step. After too many skips, all ranks roll back or raise TrainingFailure."""
         settings = self.trainer.config.recovery
-        if result.loss is not None:  # without a token to learn, nothing is checked
+        if result.loss is not None:  # a step without unmasked tokens is not checked
             self._check_step(result, result.loss)
         if settings.drift_every and result.step % settings.drift_every == 0:
             self.compare_replicas(result.step)
@@ -57,8 +57,7 @@ class Health:
             self._check_for_spike(result.step, loss)
 
     def _is_lost(self, result: StepResult, loss: float) -> bool:
-        """Returns whether a step was skipped for a reason other than the search for fp16's loss
-        scale."""
+        """Returns whether a step was skipped for a reason other than finding fp16's loss scale."""
         scale, config = self.trainer.loss_scale, self.trainer.config.precision
         finds_scale = scale.is_dynamic and scale.scale > config.min_loss_scale
         return result.skipped and not (finds_scale and math.isfinite(loss))
@@ -79,7 +78,7 @@ class Health:
         steps = trainer.steps_done
         samples = trainer.consumed_samples
         step = self.checkpoints.restore(trainer) - 1
-        # The counts of steps and samples stay, so that the samples that led here are skipped.
+        # The counts of steps and samples are kept, to skip the samples that led to the rollback.
         trainer.steps_done = steps
         trainer.consumed_samples = samples
         if trainer.groups.rank == 0:
@@ -184,7 +183,7 @@ def first_bad_gradient(trainer: Trainer) -> str:
         name = pieces[0].name if pieces else order[bad[0]]
         state = "" if bool(parameter.isfinite().all()) else ", which is itself not finite"
         place = who(groups.layout, groups.rank)
-        # The minimum is by stage, then by position in the stage, then by rank.
+        # The minimum is taken by stage, then by position in the stage, then by rank.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
     of_ranks = all_gather_json(found, groups.world.handle, trainer.device)
     known = [entry for entry in of_ranks if entry is not None]

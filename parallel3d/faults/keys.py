@@ -1,4 +1,4 @@
-"""Declares the keys that say how failures are detected and handled."""
+"""Declares the keys for detecting and handling failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RecoveryConfig:
 
 @dataclass
 class PreflightKeys:
-    """Key of the check of all groups before the first step."""
+    """Key that enables a check of all groups before the first step."""
 
     preflight: bool = key(
         False, "probe every group before step 1 and name what is slow", resume=FREE

@@ -50,7 +50,7 @@ def work_stack() -> Stack:
     main = _stack(frames.get(threading.main_thread().ident or 0))
     if not main or main[-1][2] != BACKWARD_FRAME:
         return main
-    # A dummy thread stands for a thread of another library that has called Python.
+    # A dummy thread represents a thread of another library that has called Python.
     dummy = threading._DummyThread
     known = {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
     others = (_stack(frame) for ident, frame in frames.items() if ident not in known)
@@ -67,8 +67,7 @@ def _stack(frame: FrameType | None) -> Stack:
 
 
 def in_torch_distributed(stack: Stack) -> str:
-    """Returns the function of torch.distributed in which the stack ends, or "" if there is
-    none."""
+    """Returns the torch.distributed function in which the stack ends, or "" if there is none."""
     name = ""
     for file, _, function in reversed(stack):
         if "/torch/distributed/" not in Path(file).as_posix():
@@ -81,7 +80,7 @@ KEY = "parallel3d/hang"
 LOOK_S = 1.0  # seconds between checks, or a quarter of the time-out if that is shorter
 RECORD_S = 1.0  # a flight recorder that takes longer is blocked by the hang itself
 STORE_S = 3.0  # a store that takes longer counts as unreachable
-ANSWER_S = 3.5  # ranks that have not answered after this are silent
+ANSWER_S = 3.5  # ranks that have not answered after this count as silent
 RECORD_FILE_S = 3.0  # a file system that takes longer for a small file counts as dead
 DUMP_S = 3.0  # extra time after the diagnosis for files that are still being written
 # After this time, the other ranks end even if the first rank has sent no diagnosis.
@@ -98,14 +97,14 @@ Found = tuple[hang.Diagnosis | None, list[tuple[int, int]]]
 class Watchdog:
     """Watches one rank in a thread, from `start` to `stop`.
 
-    The thread checks that the rank's operation log grows; as long as it does, nothing is written
-    or sent. After `timeout_s` without progress, all ranks send their states through the store and
-    dump their stacks into the run directory, and the first rank to do so logs the diagnosis
-    (`hang.diagnose`). If a rank does not answer, as a stopped process cannot, the diagnosing rank
-    looks up the state of that process in /proc, if both are on the same host.
+    The thread checks that the rank's operation log grows; as long as it does, nothing is written or
+    sent. After `timeout_s` without progress, all ranks send their states through the store and dump
+    their stacks into the run directory, and the first rank to do so logs the diagnosis
+    (`hang.diagnose`). If a rank does not answer, the diagnosing rank looks up that rank's process
+    in /proc, provided that both are on the same host.
 
     If the launcher holds the store (our own launcher, torchrun), the store outlives a stopped rank.
-    Under srun rank 0 holds it, and if the store does not answer, rank 0 is at fault.
+    Under srun, rank 0 holds the store; if the store does not answer, rank 0 is at fault.
 
     Attributes:
         store: the store of the world; None in a world of one rank.
@@ -139,7 +138,7 @@ class Watchdog:
         """
         if self.store is not None:
             theirs: Any = self.store  # Any: some type stubs of torch lack `clone`
-            self.store = theirs.clone()  # calls of the main thread may block the connection
+            self.store = theirs.clone()  # calls of the main thread may block its connection
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
@@ -188,7 +187,8 @@ class Watchdog:
             now = time.monotonic()
             paused = self._paused
             state = (self.log.progress, self.worker.phase, computed() if paused else 0.0)
-            # A gap between checks means that this process itself was stopped: no other rank hangs.
+            # A gap between checks means that this process itself was stopped, not that a rank
+            # hangs.
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
@@ -210,9 +210,9 @@ class Watchdog:
         """Writes the hang report and ends the process, whatever happens."""
         with self._reporting:
             try:
-                # faulthandler's thread ends the process even if the flight recorder waits while it
-                # holds the interpreter's lock. It prints first, so it must not print to stderr,
-                # which may hang too.
+                # faulthandler's thread ends the process even if the flight recorder blocks while
+                # holding the GIL. It prints the stacks first, but not to stderr, which may hang
+                # too.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
                 self._write_report()
@@ -254,7 +254,7 @@ class Watchdog:
         for path, write in writes.items():
             try:
                 write(path)
-            except Exception as error:  # such as a full disk; the diagnosis needs no file
+            except Exception as error:  # for example, the disk is full; the diagnosis needs no file
                 print_line(f"{path} could not be written ({error})")
 
     def _log_failure(self, failed: failure.RankFailure) -> None:
@@ -320,7 +320,7 @@ class Watchdog:
         return diagnosis, self._to_kill(self._silent)
 
     def _release(self) -> None:
-        """Lets the other ranks end; it is called after the diagnosis was logged."""
+        """Lets the other ranks end; it is called after the diagnosis is logged."""
         if self.store is not None and self._silent is not None:
             put(self.store, f"{KEY}/diagnosis", self._silent)
 
@@ -343,7 +343,7 @@ class Watchdog:
         return of_this_job([self._process(rank) for rank in silent])
 
     def _without_store(self, state: hang.RankState) -> Found:
-        """Diagnoses the hang from this rank's state alone, as the store does not answer.
+        """Diagnoses the hang from this rank's state alone if the store does not answer.
 
         On each host, only the first rank that can log does so.
         """
@@ -351,7 +351,7 @@ class Watchdog:
         here = of_this_job([self._keeper])
         is_here = self._keeper is not None and self._keeper["host"] == socket.gethostname()
         if self.worker.local_rank != int(is_here):
-            time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile, the first rank logs it
+            time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile, the first rank logs the hang
             return None, here
         why += ", and the store that it holds does not answer"
         return hang.diagnose({state.rank: state}, {0: (who, why)}), here

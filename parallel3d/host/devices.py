@@ -27,7 +27,7 @@ RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # 2,000.
 RECORDED = 20_000
 # From torch 2.15 on, "nccl" names another class of groups, unless this variable is 0 when the first
-# group is made. parallel3d's groups, diagnosis of hangs and ways to end a run were only tried with
+# group is made. parallel3d's groups, diagnosis of hangs and ways to end a run were only tested with
 # the old class.
 NEW_NCCL = "TORCH_DIST_USE_NCCL2"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -58,11 +58,11 @@ def gpu_environment(
 def _needs_order(tp: int, zero: int) -> bool:
     """Returns whether kernels must start in the order in which they are queued.
 
-    The backward of a tensor-parallel linear layer queues the all-reduce of the input's gradient
-    and then computes the weight gradient, which hides the all-reduce if that gets its
+    The backward of a tensor-parallel linear layer queues the all-reduce of the input's gradient and
+    then computes the weight gradient, which hides the all-reduce if the all-reduce gets its
     multiprocessors first. With several hardware queues, a GPU older than Blackwell may start the
-    larger kernel first and leave none. With zero ≥ 2 whole layers are gathered and scattered on
-    concurrent streams, which a single queue would serialise.
+    larger kernel first, which leaves no multiprocessors for the all-reduce. With zero ≥ 2 whole
+    layers are gathered and scattered on concurrent streams, which a single queue would serialise.
     """
     if tp == 1 or zero >= 2:
         return False
@@ -84,7 +84,7 @@ class HostError(UserError):
 
 
 class DeviceChoice(NamedTuple):
-    """The device type of a host's ranks, a line that tells the devices in use, and the GPUs."""
+    """The device type of a host's ranks, a line that names the devices in use, and the GPUs."""
 
     kind: str
     line: str = ""

@@ -32,15 +32,15 @@ MASKS = (
     *("GPU_DEVICE_ORDINAL", "CUDA_DEVICE_ORDER"),
 )
 NOTHING = ("", "-1", "NoDevFiles", "none", "void")  # a mask that hides all GPUs
-# Variables in which a scheduler or a platform says which or how many GPUs a job has.
+# Variables in which a scheduler or a platform gives the GPUs of a job, or their number.
 OF_JOBS = re.compile(
     r"SLURM_GPUS(_ON_NODE|_PER_NODE|_PER_TASK|_PER_SOCKET)?|SLURM_(JOB|STEP)_GPUS|PBS_NGPUS"
     r"|PBS_GPUFILE|SGE_HGR_gpu|SLURM_TRES_PER_TASK|LSB_GPU_REQ|SKYPILOT_NUM_GPUS_PER_NODE"
     r"|SM_NUM_GPUS|DSTACK_GPUS_NUM|BEAKER_ASSIGNED_GPU_COUNT|MA_NUM_GPUS|MLP_WORKER_GPU"
     r"|NGC_GPUS_PER_NODE|LEPTON_RESOURCE_ACCELERATOR_NUM"
 )
-# A GPU for computing has at least this many bytes of memory of its own. A laptop's GPU shares the
-# processor's memory.
+# A GPU for computing has at least this many bytes of its own memory, whereas a laptop's GPU shares
+# the processor's memory.
 OWN_MEMORY = 8 << 30
 
 
@@ -63,7 +63,7 @@ class Gpu(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Returns a text that no other GPU on any host has; "" if it is unknown."""
+        """Returns a string that identifies the GPU among all hosts; "" if it is unknown."""
         return self.uuid or (f"{boot_id()}/{self.bus}" if self.bus else "")
 
 
@@ -75,9 +75,8 @@ class Found(NamedTuple):
         fault: why an existing GPU cannot be used, and what to do; "" without such a GPU.
         lack: why there is no GPU, if the driver says so or there is no driver.
         hints: signs that a GPU is intended.
-        remark: a weak sign, which does not count because every image for GPUs shows it.
-        hidden: the mask with which a person hides the GPUs, outside of a scheduler's job; "" if
-            there is none.
+        remark: a weak sign that a GPU is intended; it does not count as a hint.
+        hidden: the mask with which the user hides all GPUs; "" if none, or in a scheduler's job.
         on_host: number of GPUs on this host, including those that this process does not see.
     """
 
@@ -227,7 +226,7 @@ def _too_old(driver: ctypes.CDLL, build: Mapping[str, Any]) -> str:
 @functools.lru_cache(maxsize=4)
 def _asked_cuda(masks: tuple[tuple[str, str], ...]) -> Answer:
     driver = _driver()
-    assert driver is not None  # it was loaded before
+    assert driver is not None  # the caller has loaded it
     answer = in_subprocess(lambda: ask_cuda(driver))
     # The child of a process that has used CUDA cannot start the driver, but then asking the driver
     # in this process costs nothing.
@@ -283,7 +282,7 @@ def _asked_rocm(masks: tuple[tuple[str, str], ...]) -> Answer:
 
 
 def ask_rocm() -> Answer:
-    import torch  # a ROCm build has no driver library to ask at less cost
+    import torch  # a ROCm build has no driver library that would be cheaper to ask
 
     found = []
     for index in range(torch.cuda.device_count()):
@@ -348,7 +347,7 @@ def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
 def _contradicting(environ: Mapping[str, str]) -> str:
     """Returns a sentence if the masks of ROCm contradict each other, or "" if not.
 
-    ROCR_VISIBLE_DEVICES numbers the host's GPUs, and the other masks number those that it leaves.
+    ROCR_VISIBLE_DEVICES numbers the host's GPUs, and the other masks number the remaining ones.
     """
     lists = {name: _numbers(environ.get(name)) for name in MASKS[:3]}
     cuda, hip, rocr = lists.values()

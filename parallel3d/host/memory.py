@@ -21,7 +21,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 LARGEST = 2**31 - 1
-# This is above the most frequent allocations, such as a block of attention's scores, and below
+# This is above the most frequent allocations, such as a block of attention scores, and below
 # activations.
 GIVEN_BACK = 6 << 20
 HUGE_PAGE = 2 << 20
@@ -57,9 +57,9 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
 def give_back_freed_memory() -> bool:
     """Makes malloc return blocks of `GIVEN_BACK` bytes and more to the system when freed.
 
-    By default glibc comes to keep blocks of up to 32 MiB in its heaps, between longer-lived blocks,
-    and a process then holds its largest activations several times. Returns whether it succeeded,
-    which needs glibc.
+    By default glibc raises its threshold step by step, up to 32 MiB. Freed blocks below it stay in
+    the heaps, between longer-lived blocks, so that a process holds the memory of its largest
+    activations several times. Returns whether it succeeded; it fails without glibc.
     """
     libc = ctypes.CDLL(None)
     is_glibc = hasattr(libc, "gnu_get_libc_version")

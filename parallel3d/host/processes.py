@@ -58,7 +58,7 @@ def state_letter(pid: int, born: int) -> str:
 
 
 def why_silent(process: dict[str, Any]) -> str:
-    """Tells in words why a rank's process, given as {pid, born, host}, does not respond."""
+    """Explains why a rank's process, given as {pid, born, host}, does not respond."""
     if process["host"] != socket.gethostname():
         return "gives no answer: its process or its host is stopped or gone"
     letter = state_letter(process["pid"], process["born"])
@@ -90,8 +90,9 @@ def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, i
     """Returns (pid, born) of the records {pid, born, host} that belong to this host and job.
 
     The records come from a store to which other users may write, so the kernel must confirm them:
-    the process must belong to the same user, and its launcher must have given it the same job. Our
-    own launcher gives its ranks no job that the kernel shows; it ends the ranks itself.
+    the process must belong to the same user, and its launcher must have set the same job variables.
+    Our own launcher sets them after the fork, so that the kernel does not show them; it ends its
+    ranks itself.
     """
     mine, found = _job(os.getpid()), []
     for record in processes:
@@ -137,7 +138,7 @@ class _Dropping(io.FileIO):
 def prepare_streams() -> None:
     """Makes standard streams print question marks for characters that they cannot encode.
 
-    It also opens /dev/null for closed descriptors, since a later file would get them otherwise.
+    It also opens /dev/null for closed descriptors, which a later file would otherwise get.
     """
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -160,7 +161,7 @@ def drop_failed_output() -> None:
         try:
             descriptor = stream.fileno()
         except io.UnsupportedOperation:
-            continue  # a test or a notebook has replaced it by a stream in memory
+            continue  # a test or a notebook has replaced it with a stream in memory
         _flush(stream)
         kept = io.BufferedWriter(_Dropping(descriptor, "w", closefd=False))
         how = {"encoding": stream.encoding, "errors": stream.errors}
@@ -169,7 +170,7 @@ def drop_failed_output() -> None:
 
 
 def _flush(stream: TextIO) -> None:
-    """Flushes earlier output; drops it on failure, as the interpreter's exit would fail, too."""
+    """Flushes earlier output; discards it on failure, since a flush at exit would fail too."""
     try:
         stream.flush()
     except OSError:

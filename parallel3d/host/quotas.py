@@ -1,7 +1,7 @@
 """Finds the CPUs and memory that this process may use, given its affinity and control groups.
 
 The limits of a container or a job are written in the process's own control group or in a group
-above it. /proc/self/cgroup names the group, and /proc/self/mountinfo tells where its files are. A
+above it. /proc/self/cgroup names the group, and /proc/self/mountinfo shows where its files are. A
 kernel has version 1 of control groups (a hierarchy for each controller), version 2 (one hierarchy
 for all controllers), or both, each with some of the controllers.
 """

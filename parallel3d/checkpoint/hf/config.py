@@ -57,7 +57,7 @@ GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(SPELLINGS, "geglu"
 GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # Key → the reason for refusing its values, which ends the message.
 WHY = {"attn_logit_softcapping": ", as no attention kernel of parallel3d caps the scores"}
-# Dense families with RoPE; an export takes the first one that contradicts the fewest keys.
+# Dense families with RoPE; an export uses the first of those that contradict the fewest keys.
 _DENSE = (QWEN3, QWEN2, *(kind for kind in DENSE if kind not in (QWEN3, QWEN2, GPT2)))
 EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
 TYPE = "model_type"

@@ -21,7 +21,7 @@ PARTS = ("gate", "up", "down")
 
 
 def modules_of(names: ExpertNames, count: int) -> dict[str, str]:
-    """Returns transformers' module → ours for a layer with `count` experts.
+    """Maps transformers' modules to ours for a layer with `count` experts.
 
     In transformers' names, {} stands for the number of the layer.
     """

@@ -46,16 +46,15 @@ class ExpertNames:
         width: key with the width of an expert, which is `intermediate_size` in families without
             dense layers.
         shared: transformers' name of the shared expert, or None if the family has none.
-        shared_width: key with the width of the shared expert or, with `shared_in_experts`, with the
-            number of experts that it counts as.
-        shared_in_experts: whether the width of the shared expert is given in widths of an expert.
+        shared_width: key with the width of the shared expert.
+        shared_in_experts: whether that width is given as a multiple of a routed expert's width.
         gated: whether the shared expert's output is multiplied by a sigmoid that depends on the
             token.
         choice_bias: name of the tensor in `block` with the router's bias, or None without a bias.
         score: the family's `model.router_score`.
         normalizes: whether the weights of the chosen experts are normalized; with None, the key
             norm_topk_prob decides.
-        dense: key that says which layers are dense, or None if no layer is dense.
+        dense: key that selects the dense layers, or None if no layer is dense.
         grouped: whether the router chooses among groups of experts, and scales the weights.
     """
 
@@ -159,8 +158,8 @@ class Family:
         architecture: transformers' class of the language model.
         defaults: values of keys that config.json may leave out.
         aliases: other name of a key → the key, as in transformers' `attribute_map`.
-        fixed: further keys that may change the logits of this family → their harmless values. If
-            the key is absent, its value is that in `defaults`, or else the first harmless value.
+        fixed: further keys that may change the logits of this family → their harmless values. An
+            absent key has its value in `defaults`, or else the first harmless value.
         harmless: further keys that change no logit of this family, separated by spaces.
         norms: transformers' module of each norm in a layer → ours.
         joined: transformers' module that joins several projections → ours, separated by spaces.
@@ -184,8 +183,7 @@ class Family:
             norms. With "", the key use_qk_norm switches norms of each head on.
         rotary: default of partial_rotary_factor, or None if every dimension of a head is rotated.
         has_rotary_dim: whether rotary_dim may give the number of rotated dimensions.
-        pairs: whether RoPE pairs dimensions 2i and 2i + 1 of a head, rather than i and i + r/2, as
-            our model does.
+        pairs: whether RoPE pairs dimensions 2i and 2i + 1 of a head. Our model pairs i and i + r/2.
         base: default of rope_theta.
         local_base: default base of layers with a window, in families whose layers with and without
             a window have separate rope_parameters; with None, all layers share rope_parameters.
@@ -199,7 +197,7 @@ class Family:
         windows: which layers have a window, or None if no layer may have one.
         zero_centered: whether norms multiply by 1 + weight.
         root_scale: whether the embedding is multiplied by √hidden_size.
-        scales: further scales.
+        scales: scales of the model's values.
         has_pad: whether transformers has a default pad_token_id, which might lie outside of the
             vocabulary, so that an export writes null.
         experts: names of the experts, or None if the family is dense.
@@ -265,7 +263,7 @@ def _sizes(
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,  # None means as many as there are query heads
+        "num_key_value_heads": kv_heads,  # None means one for each query head
         "intermediate_size": ffn,
         "max_position_embeddings": positions,
         "vocab_size": vocabulary,
@@ -278,7 +276,7 @@ def _sizes(
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_PARTS = ("w1", "w3", "w2")
 _NO_JITTER = {"router_jitter_noise": (0.0,)}
-_DEEPSEEK = ExpertNames(  # the layer of DeepSeek-V3
+_DEEPSEEK = ExpertNames(  # names in a layer of DeepSeek-V3
     "mlp",
     _PROJECTIONS,
     "n_routed_experts",

@@ -164,7 +164,7 @@ def _shards(
 ) -> dict[str, list[HFTensor]]:
     """Groups tensors by file, in order; only a file of one tensor may exceed `shard_bytes`.
 
-    With `extra`, the names count one more file, which follows these.
+    With `extra`, the file names leave room for one more file at the end.
     """
     groups: list[list[HFTensor]] = [[]]
     held = 0
@@ -362,7 +362,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Opens the files with weights and returns tensor name → file.
+    """Opens the files with weights, and returns the file of each tensor.
 
     If several files hold a tensor, the last one counts, as in transformers.
     """
@@ -434,7 +434,7 @@ def _open(path: Path) -> Any:
 def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
     """Raises UserError if the model has more layers than there are tensors.
 
-    This is checked before names are made for each of an absurd number of layers.
+    The check comes first, because naming the tensors of an absurd number of layers takes long.
     """
     if model.num_layers > tensors:
         raise UserError(f"{where} has {model.num_layers} layers, but only {tensors} tensors exist")
@@ -450,7 +450,7 @@ def _match(
     tied: bool,
     wrapped: bool,
 ) -> dict[str, str]:
-    """Returns transformers' name → the name in the files, which may lack the prefix.
+    """Maps transformers' names to the names in the files, which may lack the prefix.
 
     If the embedding is tied, it may have the name of the head. Raises UserError for tensors that
     are missing, unknown or unsuitable. Tensors of the layers `left_out` are ignored.

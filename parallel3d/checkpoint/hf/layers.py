@@ -92,7 +92,7 @@ def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict
 
 
 def _read_types(keys: Keys, layers: int) -> list[bool] | None:
-    """Returns which layers have a window by layer_types, or None if config.json lacks this key."""
+    """Returns which layers have a window in layer_types, or None if config.json lacks this key."""
     kinds = keys.get("attn_type_list", None, list)  # MiniMax's key; 1 is full attention
     if kinds is not None and any(one != 1 for one in kinds):
         raise keys.error("attn_type_list", kinds, "every layer must be 1")
@@ -172,7 +172,7 @@ def written_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
     if windows.rule == "unrotated":
         found[ROTATED] = [int(word in (FULL, SLIDING)) for word in words]
     if windows.rule == "period":
-        # Without a size, transformers fails to make a mask, or gives full layers positions.
+        # Without a window size, transformers fails to build a mask, or applies RoPE to full layers.
         if size is None and (not windows.nope or FULL_NOPE in words):
             size = windows.size
     elif not any(slides):

@@ -110,8 +110,8 @@ def spellings(name: str, *, wrapped: bool = False) -> list[str]:
     """Returns the names that a tensor may have in a folder.
 
     A folder of a bare `LlamaModel` or `GPT2Model`, such as OpenAI's GPT-2, has names without the
-    prefix. With `wrapped`, the model is the text part of a vision model, whose names have one of
-    two prefixes.
+    prefix `model.` or `transformer.`. With `wrapped`, the model is the text part of a vision model,
+    whose names have one of two prefixes.
     """
     if not wrapped:
         return [name, BASE_PREFIX.sub("", name)]
@@ -126,7 +126,7 @@ def is_of_text(key: str) -> bool:
 
 
 def _modules(family: Family) -> dict[str, str]:
-    """Returns transformers' module → ours for the modules of a layer, in our order."""
+    """Maps transformers' modules of a layer to ours, in our order."""
     joined = {part for parts in family.joined.values() for part in parts.split()}
     apart = {theirs: ours for theirs, ours in _IN_LAYER.items() if ours not in joined}
     found = {**family.norms, **family.joined, **apart}

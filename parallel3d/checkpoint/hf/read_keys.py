@@ -46,8 +46,8 @@ class Keys:
         """Returns the value of `key`, or `default` if the key is absent.
 
         Raises UserError if the value is not of type `kind`; a whole number may stand for a float.
-        `null` is the value to return for null. Without it, null is only allowed if `default` is
-        None, and None is returned.
+        For null, the method returns the argument `null`. Without this argument, null is only
+        allowed if `default` is None; the result is then None.
         """
         value = self._left.pop(key, _REFUSED)
         if value is _REFUSED:

@@ -39,12 +39,13 @@ ATTENTION = "attention_factor"
 def read_rope(
     keys: Keys, family: Family, positions: int, width: int, slides: bool
 ) -> dict[str, Any]:
-    """Returns our keys for base, scaling and rotated share, by transformers' precedence.
+    """Returns our keys for base, scaling and rotated share, with transformers' precedence.
 
-    If `rope_scaling` exists, it replaces all of `rope_parameters`. A base inside these overrides
-    the top-level base, but a top-level `original_max_position_embeddings` overrides the inner one,
-    whose default is the number of positions. Families with a separate base for layers with a window
-    have `rope_parameters` for each kind of layer, and `rope_scaling` adds to those of full layers.
+    If `rope_scaling` exists, it replaces all of `rope_parameters`. A base inside either object
+    overrides the top-level base, but a top-level `original_max_position_embeddings` overrides the
+    inner one, whose default is the number of positions. Families with a separate base for layers
+    with a window have `rope_parameters` for each kind of layer, and `rope_scaling` adds to those of
+    full layers.
 
     Args:
         positions: maximum sequence length.
@@ -140,8 +141,8 @@ def _read(
 def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float:
     """Returns the share of a head that RoPE rotates.
 
-    The first of these that exists gives the share: partial_rotary_factor in `rope`, the same key at
-    the top level, MiniMax's rotary_dim, and the family's default.
+    partial_rotary_factor in `rope` takes precedence, then the same key at the top level, then
+    MiniMax's rotary_dim, then the family's default.
     """
     share = family.rotary
     if family.has_rotary_dim:
@@ -279,7 +280,7 @@ def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         keys[ORIGINAL] = model.rope_original_length if is_scaled else model.seq_length
     if family.has_temperature:
         scaling = scaling | {BETA: model.query_temperature, ORIGINAL: model.rope_original_length}
-        if OLD in keys:  # rope_scaling overrides rope_parameters, so it must hold all of them
+        if OLD in keys:  # rope_scaling replaces rope_parameters, so it needs all keys
             keys[OLD] = base | scaling
     return keys | {NEW: base | scaling}
 

@@ -109,7 +109,7 @@ class Extent(NamedTuple):
 
 
 def extents_of(path: Path) -> dict[str, Extent]:
-    """Returns tensor name → place in a safetensors file, which `safe_open` must have checked."""
+    """Returns each tensor's place in a safetensors file, which `safe_open` must have checked."""
     with open_regular(path) as descriptor:
         size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         header = bytearray(size)
@@ -161,6 +161,6 @@ def _pieces(path: Path, extent: Extent) -> Iterator[memoryview]:
 
 
 def kept_files(kept: Path) -> dict[str, bytes]:
-    """Returns file name → content of the processor's files that `keep_others` wrote."""
+    """Returns the content of each of the processor's files that `keep_others` wrote."""
     present = [name for name in PROCESSOR_FILES if (kept / name).is_file()]
     return {name: read_bounded(kept / name, LARGEST_BESIDE) for name in present}
