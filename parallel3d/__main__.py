@@ -13,7 +13,7 @@ def main() -> int:
         gc.freeze()
         gc.enable()
         return command()
-    except KeyboardInterrupt:  # it came during the imports; later, the command handles it
+    except KeyboardInterrupt:  # during the imports; later, the command handles interrupts
         print("parallel3d: interrupted", file=sys.stderr, flush=True)
         # A `return` would not be enough: if the interrupt came while C code of an import ran
         # Python code, the interpreter would still end by the signal.

@@ -69,8 +69,7 @@ def build(
 
     Args:
         schedule: the pipeline schedule for `global_batch_size`.
-        launch: tells whether stages exchange messages through shared memory, and how long a message
-            may take.
+        launch: settings of messages between stages: shared memory and time limit.
         timer: gets the measured baseline latencies of the messages.
     """
     dtype = compute_dtype(blueprint.precision)

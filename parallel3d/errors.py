@@ -11,7 +11,7 @@ USER_ERROR = 2  # the exit code after a UserError
 
 
 class UserError(ValueError):
-    """Input of the user that cannot work; the message explains it in a sentence.
+    """Raised for user input that cannot work; the message explains why in a sentence.
 
     The command line prints the message without a traceback, and exits with code 2. An `except
     ValueError` catches this error too, unless an `except UserError` comes before it.
@@ -43,7 +43,7 @@ ALLOCATOR_ADVICE = re.compile(r" If reserved but unallocated memory is large.*")
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or the name of its class without one."""
+    """Returns the first line of an error's message, or its class name if there is no message."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ALLOCATOR_ADVICE.sub("", line)
 

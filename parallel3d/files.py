@@ -36,12 +36,12 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, view: memoryview, at: int | None = None) -> None:
-    """Writes all of `view` at byte `at` of the file; None: at the file's current position."""
+    """Writes all of `view` at byte `at` of the file, or at the current position if it is None."""
     done = 0
     while done < len(view):
         part = view[done:]
         wrote = os.write(descriptor, part) if at is None else os.pwrite(descriptor, part, at + done)
-        if wrote == 0:  # this should not happen, and the loop would never end
+        if wrote == 0:  # otherwise the loop would never end
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         done += wrote
 
@@ -134,7 +134,7 @@ MAX_SENTENCE = 400
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Locks an open file until it is closed; `shared`: other processes may share the lock.
+    """Locks an open file until it is closed; with `shared`, other processes may share the lock.
 
     Returns False on a file system without locks (some NFS and Lustre mounts). Raises
     BlockingIOError if another process holds a conflicting lock.
@@ -150,7 +150,7 @@ def lock(descriptor: int, *, shared: bool = False) -> bool:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Opens `path` for reading, and never blocks. Raises ValueError for anything but a file."""
+    """Opens `path` for reading without blocking. Raises ValueError unless it is a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

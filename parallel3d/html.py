@@ -48,7 +48,7 @@ def stacked_bar(
 ) -> str:
     """Returns a bar with a segment for each of `parts`; a length of `whole` is the full width.
 
-    A line marks `limit`; None: there is no line.
+    A line marks `limit`, unless it is None.
     """
     made = "".join(
         f"<i style='width:{100 * value / whole:.2f}%;background:{colour(place)}' "

@@ -116,7 +116,7 @@ OVERRIDDEN = {
         "_reduce_scatter_base",
         "_set_group_desc",
         "_set_group_name",
-        "_set_sequence_number_for_group",  # torch up to 2.14 has it
+        "_set_sequence_number_for_group",  # only up to torch 2.14
     ),
     "torch.cuda._sanitizer.StreamSynchronizations": ("_state_wait_for_other",),
 }

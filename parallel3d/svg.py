@@ -16,7 +16,7 @@ PALETTE = (
 )
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 MARGIN = 24
-# Characters that are narrower and wider than others, for the estimate of a text's width.
+# Characters narrower and wider than others, to estimate the width of a text.
 NARROW, WIDE = "ijlt.,:;'|!()[] ", "mwMW@—…"
 
 
@@ -54,7 +54,7 @@ class Canvas:
         fill: str = INK,
         weight: int = 400,
     ) -> None:
-        """Draws words on a baseline of height y; `anchor` says which point of the words is at x."""
+        """Draws text on the baseline y; its `anchor` (start, middle or end) is at x."""
         wide = self.measure(words, size) * (1.06 if weight > 400 else 1)
         self._grow(x + wide * {"start": 1, "middle": 0.5, "end": 0}[anchor], y + 0.3 * size)
         align = "" if anchor == "start" else f" text-anchor='{anchor}'"
@@ -80,8 +80,8 @@ class Canvas:
     ) -> None:
         """Draws a rectangle.
 
-        `tip` is the text of its tooltip. `marks` are its attributes: `cls` is its class, and any
-        other name gets the prefix data-.
+        `tip` is the tooltip's text. `marks` are attributes: `cls` becomes the class, and any other
+        name gets the prefix data-.
         """
         self._grow(x + width, y + height)
         edge = f" stroke='{stroke}' stroke-width='1.2'" if stroke else ""
@@ -96,7 +96,7 @@ class Canvas:
     def line(
         self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, **marks: object
     ) -> None:
-        """Draws a straight line, which is dashed if its width is below 1; `marks`: as in `rect`."""
+        """Draws a straight line, dashed if its width is below 1; `marks` are those of `rect`."""
         self._grow(max(x1, x2) + width / 2, max(y1, y2) + width / 2)
         dash = " stroke-dasharray='2 2'" if width < 1 else ""
         self.parts.append(

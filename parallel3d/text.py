@@ -66,7 +66,7 @@ def count(number: int, word: str) -> str:
 
 
 def shortened(group: Sequence[int]) -> str:
-    """Formats numbers, as in "0 8 16"; of more than eight, it shows four and the last."""
+    """Formats numbers, as in "0 8 16"; shortens more than eight to the first four and the last."""
     shown = [*group[:4], "…", group[-1]] if len(group) > 8 else group
     return " ".join(map(str, shown))
 

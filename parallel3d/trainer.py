@@ -64,8 +64,8 @@ class StepSums(NamedTuple, Generic[Value]):
     """The quantities of a step that are summed over the world.
 
     The values are either this rank's shares, as tensors on its device, or the totals, as lists on
-    the host. All sums travel in one all-reduce, so that the host waits once. Another quantity only
-    needs another field, with any number of elements.
+    the host. All sums travel in one all-reduce, so that the host waits once. A further quantity
+    only needs a further field, with any number of elements.
 
     Attributes:
         loss, tokens: the sum of the losses and the number of unmasked tokens
@@ -94,7 +94,7 @@ def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
 
 
 class EvaluatedSet(NamedTuple):
-    """A set of samples that is evaluated; `samples`: their number, None for an endless source."""
+    """A set of samples to evaluate; `samples` is their number, or None for an endless source."""
 
     batches: Batches
     samples: int | None
@@ -136,13 +136,13 @@ class Trainer:
         config: a complete configuration, which is checked here again for users of the library.
         groups: the process groups of this rank.
         device: the device of this rank.
-        corpus: the result of `open_corpus`, with training and held-out samples; None: the samples
+        corpus: the result of `open_corpus`, with training and held-out samples; None if the samples
             come from the sources.
         train_source, valid_source: the training and held-out samples without a corpus.
         valid_sets: the samples of the validation sets by name; a source with `windows` (`Finite`)
             has that many samples, and any other source is endless.
-        token_bytes: (vocabulary,), the number of bytes in each token's text, for `Score`; None: it
-            is not known.
+        token_bytes: (vocabulary,), the number of bytes in each token's text, for `Score`; None if
+            it is unknown.
         valid_files: the open files of the validation sets, which are checked for changes.
 
     Attributes:
@@ -196,7 +196,7 @@ class Trainer:
         self._open_data()
         self.steps_done = 0
         self.consumed_samples = 0
-        self.batch = config.global_batch_size  # later the global batch of the last step
+        self.batch = config.global_batch_size  # after a step, the global batch of that step
         self.stop_requested: Callable[[], bool] = lambda: False
         # A checkpoint's saver replaces this function, to finish its copy of the parameters.
         self.before_update: Callable[[], object] = lambda: None
@@ -351,14 +351,14 @@ class Trainer:
 
         def scaled(m: int) -> MicroBatch:
             batch = load(m)
-            assert batch.balance is not None  # ranks with routers have it
+            assert batch.balance is not None  # ranks with routers always have it
             given = (batch.balance, self.loss_scale.scale, self.batch, routed)
             return batch._replace(balance=balance.scaled(*given))
 
         return scaled
 
     def evaluate(self, part: str | None = None) -> float | None:
-        """Returns the mean loss of the held-out samples (`score`). The call is collective.
+        """Returns the mean loss of the held-out samples (see `score`); collective.
 
         Returns None if all tokens are masked. `part` names one of `held_out_parts`, the parts of a
         blend; None selects the whole held-out text.
@@ -402,7 +402,7 @@ class Trainer:
         After the block, all weights have exactly their previous values.
         """
         self._swap_ema()
-        yield  # an exception in the block ends the run, so nothing is swapped back
+        yield  # an exception in the block ends the run, so the weights need not be swapped back
         self._swap_ema()
 
     def _swap_ema(self) -> None:
@@ -424,10 +424,10 @@ class Trainer:
         return count
 
     def gradient_scale(self, tokens: Tensor) -> Tensor:
-        """Returns the factor by which a step's gradients are multiplied; `tokens`: unmasked tokens.
+        """Returns the factor by which a step's gradients are multiplied.
 
-        The factor is the loss scale divided by the number of tokens in the global batch, so that
-        summing gradients over micro-batches and ranks gives the gradient of the mean loss.
+        The factor is the loss scale divided by the number of unmasked `tokens` in the global batch,
+        so that summing gradients over micro-batches and ranks gives the gradient of the mean loss.
         """
         return self.loss_scale.scale / tokens.clamp(min=1.0)
 
@@ -482,7 +482,7 @@ class Trainer:
     def share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, in float64.
 
-        `summed_in`: the dtype in which squares are summed; None: as in `Optimizer.squared_norm`.
+        Squares are summed in the dtype `summed_in`; see `Optimizer.squared_norm` for None.
         """
         return self.optimizer.squared_norm(summed_in).to(self.device)
 
@@ -516,7 +516,7 @@ class Trainer:
     def restore(self, progress: Mapping[str, Any], there: Mapping[str, Any] = {}) -> None:
         """Continues from `progress`, once the caller has overwritten the `parameter_slices`.
 
-        `there`: the configuration that was saved with `progress`; empty: it is not known.
+        `there` is the configuration saved with `progress`, or empty if it is unknown.
         """
         self.steps_done = int(progress["steps"])
         self.consumed_samples = int(progress["consumed_samples"])

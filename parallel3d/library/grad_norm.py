@@ -200,7 +200,7 @@ class _Norm:
 
     def of(self, gradients: Sequence[_Gradient], given: Sequence[Group]) -> Tensor:
         """Returns the norm of all gradients, the same on every rank of every group."""
-        known: dict[tuple[int, ...], Group] = {}  # layers may have distinct groups of equal ranks
+        known: dict[tuple[int, ...], Group] = {}  # distinct groups may have the same ranks
         alike: dict[tuple[tuple[Group, ...], Group], list[_Gradient]] = {}
         for gradient in gradients:
             *split, pipeline = (known.setdefault(g.ranks, g) for g in gradient.groups)
@@ -253,7 +253,7 @@ class _Norm:
         return values.amax() if self.is_largest else values.sum()
 
     def _copy(self, values: Tensor) -> Tensor:
-        """Returns the first of several copies, or a value that is not finite if one copy is not."""
+        """Returns the first of several copies, or a non-finite value if any copy is not finite."""
         low, high = values.aminmax()
         differ = high - low > SAME * high  # False if a value is not finite
         self.wrong[0] = torch.maximum(self.wrong[0], torch.where(differ, high, 0.0))
@@ -356,7 +356,7 @@ def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: floa
         tolerance: allowed difference, relative to the largest value of the parameter.
 
     Raises:
-        RuntimeError: on every rank, if a parameter differs. The message has the first such
+        RuntimeError: on every rank, if a parameter differs. The message names the first such
             parameter and the difference.
     """
     ranks = group_of(group)

@@ -133,9 +133,10 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
 
 
 def _check_devices(store: dist.Store, place: RankAssignment, device: torch.device) -> None:
-    """Raises UserError on every rank if ranks have different device types, or share a GPU unasked.
+    """Raises UserError on every rank if the ranks' device types differ, or if ranks share a GPU.
 
-    The call is collective over the world, through its store.
+    NCCL may permit sharing a GPU (see `shared_gpu`). The call is collective over the world, through
+    its store.
     """
     mine = [socket.gethostname(), device.type, gpu_of_rank(str(device), os.environ)]
     put(store, f"{GPU_KEY}/{place.rank}", mine)
@@ -157,8 +158,9 @@ def _check_devices(store: dist.Store, place: RankAssignment, device: torch.devic
 def _device_in_world(requested: str) -> torch.device:
     """Returns this rank's device in a world that the script has initialised itself.
 
-    It is the device to which the script bound the world, or else the current device if the script
-    uses one already, or else the device with the number LOCAL_RANK, as in PyTorch's own meshes.
+    It is the device to which the script bound the world. Without one, it is the current device if
+    the script already uses a device, and otherwise the device with the number LOCAL_RANK, as in
+    PyTorch's own meshes.
 
     Raises:
         UserError: the world has no backend for the device, or the GPUs that it needs are missing or

@@ -43,7 +43,7 @@ class Pipeline(nn.Module):
     the same for all micro-batches of a step.
 
     Args:
-        modules: the modules in order; each is called with the result of the one before.
+        modules: the modules in order; each is called with the output of the previous one.
         group: `groups.pp`, a group of torch.distributed, or None for all ranks.
         loss_fn: function of the last module's output and the targets that returns a mean over the
             samples. If it is None, the last module returns the loss.
@@ -252,7 +252,7 @@ class Pipeline(nn.Module):
         return torch.tensor(losses, dtype=torch.float64).sum() / count
 
     def _loss(self, targets: tuple[Tensor, ...] | None, share: float, out: Any) -> Tensor:
-        """Returns the loss of a micro-batch, multiplied by the micro-batch's share."""
+        """Returns the loss of a micro-batch, multiplied by `share`."""
         if share == 0:  # a mean over no targets would be NaN
             outputs = out if isinstance(out, tuple | list) else (out,)
             return torch.stack([0 * output.sum() for output in outputs]).sum()
@@ -420,7 +420,7 @@ def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 
 @dataclass
 class ModuleStage:
-    """Stage of consecutive modules; `splits` tells whether the schedule defers weight gradients."""
+    """Stage of consecutive modules; with `splits`, the schedule defers their weight gradients."""
 
     modules: Sequence[nn.Module]
     last: bool
@@ -531,8 +531,8 @@ def of_all_stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors in the state dicts of all stages, one by one, on every rank.
 
-    The call is collective over `group`. A tensor of this rank is yielded as it is in `own`; tensors
-    of other ranks are on `device`. Raises UserError, on every rank, if an entry is not a tensor.
+    The call is collective over `group`. Tensors of this rank are those in `own`; tensors of other
+    ranks are on `device`. Raises UserError, on every rank, if an entry is not a tensor.
     """
     facts = [
         [name, list(v.shape), str(v.dtype)]
@@ -627,7 +627,7 @@ MEANS_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def options_of(loss_fn: LossFn | None) -> tuple[Any, dict[str, Any]]:
-    """Returns the function or module inside partials, and by name the options that are known."""
+    """Returns the function or module inside partials, and its known options by name."""
     named: dict[str, Any] = {}
     while isinstance(loss_fn, partial):
         named, loss_fn = loss_fn.keywords | named, loss_fn.func

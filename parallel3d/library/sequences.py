@@ -20,10 +20,10 @@ from parallel3d.models.attention import attend_split
 class SplitSequences:
     """Splits the tokens of packed documents over the ranks of a group.
 
-    A sequence is padded at its end to a multiple of twice the number of ranks (a
-    single rank needs no padding). Each rank holds a piece of the sequence's first half and the
-    mirrored piece of its second half, so that all ranks have equal work under a causal mask. All
-    ranks must pass the same arguments; nothing is communicated.
+    A sequence is padded at its end to a multiple of twice the number of ranks (a single rank needs
+    no padding). Each rank holds a piece of the sequence's first half and the mirrored piece of its
+    second half, so that all ranks have equal work under a causal mask. All ranks must pass the same
+    arguments; nothing is communicated.
 
     Args:
         lengths: the lengths of the documents of each sequence in the batch, in order, such as
@@ -31,8 +31,8 @@ class SplitSequences:
         group: the ranks: `groups.cp`, a process group, a mesh, or None for all ranks.
         device: device of `positions` and of the tensors that are passed to `take`.
         balanced: whether to balance the work if documents make the pieces uneven. Each rank then
-            gets the same number of smaller blocks, which are chosen by their attention's work. It
-            has no effect on the style "heads", whose work is always even.
+            gets the same number of smaller blocks, which are chosen by their attention's work. The
+            option has no effect on the style "heads", whose work is always even.
 
     Attributes:
         positions: tensor (b, n) of int64 with the position of each of this rank's n tokens in its
@@ -88,7 +88,7 @@ class SplitSequences:
     def attention(self, style: str) -> tuple[Documents, ContextParallel]:
         """Returns the documents and the ranks for `context_parallel_attention`.
 
-        They are created once for each style.
+        Both are created once for each style.
         """
         if style not in self._by_style:
             # A ring needs other tables of the documents than the other styles.

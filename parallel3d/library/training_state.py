@@ -117,7 +117,7 @@ def load(
     *,
     step: int | None = None,
 ) -> TrainingState | None:
-    """Loads a checkpoint of `save`, under any split of the model.
+    """Loads a checkpoint that `save` wrote, under any split of the model.
 
     Every rank reads the chunks that it needs, and verifies them. The call is collective over the
     world.
@@ -166,7 +166,7 @@ def _to_save(
     step: int,
     extra: Mapping[str, Any] | None,
 ) -> tuple[list[Held], dict[str, Any]]:
-    """Returns this rank's chunks, named kind/name, and the part of the optimizer that is JSON."""
+    """Returns this rank's chunks, named kind/name, and the optimizer's other state as JSON."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(
             f"save(step={step!r}) must be a whole number from 0 on; give the steps done"
@@ -272,7 +272,7 @@ def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
 
 
 def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
-    """Returns the chunks that this rank writes; only one rank writes a chunk that several have.
+    """Returns the chunks that this rank writes; only one rank writes a chunk that several hold.
 
     Raises UserError if the chunks of all ranks do not exactly make up the tensors.
     """

@@ -54,14 +54,14 @@ KEPT_FILE = "huggingface.json"  # facts that an import records for a later expor
 KEPT_FOLDER = "huggingface"  # other files that an import of a vision model keeps
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
-# Errors on reading a file that is not a configuration: it is torn, empty, or of another kind.
+# Errors raised for a file that is torn, empty, or not a configuration.
 NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError)
 
 
 def save_config(
     config: Config, directory: Path, name: str = CONFIG_FILE, comment: str = ""
 ) -> None:
-    """Writes the whole resolved configuration durably, below the line `comment` if there is one."""
+    """Writes the whole resolved configuration durably, after the line `comment` if there is one."""
     check_plain(config)
     text = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)), resolve=True)
     replace_durably(directory / name, f"{comment}{text}".encode())
@@ -112,7 +112,7 @@ def last_config(directory: Path) -> Config:
 
 
 def _last_first(directory: Path) -> list[Path]:
-    """Returns the paths of a run's configurations in the order in which they are tried.
+    """Returns the paths of a run's configurations, in the order in which to try them.
 
     The configuration of the last start that reached a step comes first, then the others, the newest
     before the older ones.
@@ -339,7 +339,7 @@ def _is_first(making: AbstractContextManager[object]) -> bool:
 def filled_directory(config: Config, directory: Path, comment: str = "") -> Iterator[Path]:
     """Creates a run directory with its config.yaml, and lets the `with` block add files.
 
-    The directory appears when the block ends without an error, or else not at all. The block must
+    The directory appears when the block ends, or never if the block raises an error. The block must
     flush its files. Raises OSError, and UserError if `runs_dir` is not a folder.
     """
     runs = directory.parent
@@ -415,7 +415,7 @@ def take_run(config: Config, directory: Path) -> int | None:
         own = directory / FOLDER
         if own.is_dir() and not keeps_tokenizer(config.data, directory):
             gone = new_folder(directory.parent)
-            os.rename(own, gone)  # so that it is never half removed
+            os.rename(own, gone)  # so that no start sees the folder half removed
             shutil.rmtree(gone)
         # A mere evaluation does not count as a start.
         if not config.train.eval_only and newest_config(directory) != config:
@@ -501,7 +501,7 @@ def discard_unused(directory: Path) -> None:
                 return
         if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
             gone = new_folder(directory.parent)
-            os.rename(directory, gone)  # so that it is never half removed
+            os.rename(directory, gone)  # so that no start sees the folder half removed
             shutil.rmtree(gone)
 
 

@@ -37,7 +37,7 @@ END_SIGNAL = signal.SIGALRM
 RECORD_BYTES = 1 << 20  # maximum size of a failure's record
 PACKAGE = Path(__file__).parents[1]  # spelled like the file names in stack frames
 
-# Errors of a rank whose peer has ended. Such an error is never the cause.
+# Errors of a rank whose peer has ended. Such an error is never the root cause.
 PEER_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|closed by peer|reset by peer"
     r"|remote process exited|remote rank|socket (closed|timeout)|peer (has )?(gone|closed|exited)"
@@ -130,7 +130,7 @@ def who(layout: Layout, rank: int, host: str | None = None) -> str:
 def of_rank(
     layout: Layout, rank: int, error: str, kind: Kind, phase: str = "", **more: Any
 ) -> RankFailure:
-    """Returns a failure, at the present time, of a rank on this host; `more` sets more fields."""
+    """Returns a failure of a rank on this host, with the current time; `more` sets other fields."""
     place, host = coordinates_of(layout, rank), socket.gethostname()
     return RankFailure(rank, place, host, phase, error, time.time(), kind, **more)
 
@@ -147,7 +147,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     if isinstance(error, UserError):
         text, kind, awaited, divergence = str(error), "user", None, None
     elif isinstance(error, TrainingFailure):
-        # Ranks may have decided by collectives that no earlier step had: this is no divergence.
+        # The decision may have used collectives that no earlier step had; this is no divergence.
         kind, awaited, divergence = "decided", None, None
     if awaited is not None:
         text = f"in {awaited}: {text}"
@@ -260,8 +260,8 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
     if failure.kind in ("hang", "decided"):  # this ends all ranks, so it caused the others
         return -1, failure.time
     if failure.kind == "killed":
-        # The time is that at which the launcher noticed the death, so an error of the same moment
-        # came first. Launchers end the surviving ranks by SIGTERM or END_SIGNAL.
+        # The time is when the launcher noticed the death, so an error recorded at the same moment
+        # came first. Launchers end the surviving ranks with SIGTERM or END_SIGNAL.
         by_launcher = failure.error.endswith(("SIGTERM", END_SIGNAL.name))
         return (3, 0.0) if by_launcher else (0, failure.time)
     if failure.is_echo:
@@ -327,18 +327,18 @@ def report_failure(
 
 
 def _is_first_to_log(worker: Worker, error: Exception, store: Store | None) -> bool:
-    if isinstance(error, OtherStart):  # a UserError of this rank, which no peer knows
+    if isinstance(error, OtherStart):  # a UserError that no peer knows of
         return True
     if store is None or isinstance(error, RankZerosError):
         return worker.rank == 0
     try:
         return store.add(USER_ERRORS_KEY, 1) == 1
     except RuntimeError:
-        return False  # the store ended with rank 0, which has logged it
+        return False  # the store ended with rank 0, which has logged the error
 
 
 def leave(code: int, worker: Worker | None = None) -> NoReturn:
-    """Ends this process at once: destructors of process groups may wait minutes for a dead peer.
+    """Ends this process at once, as destructors of process groups may wait minutes for a dead peer.
 
     If the watchdog is about to log a diagnosis, the process waits for it first, because the
     watchdogs may be the ones that ended the peer.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     """Returns the result of `call`, or `otherwise` if it fails or takes too long.
 
-    A request to a store whose process is stopped would wait for ever, whatever its time-out.
+    A request to a store whose process is stopped would wait forever, whatever the time-out.
     """
     answers: list[T] = []
 
@@ -51,15 +51,15 @@ def ending_on_signals(
     first: Callable[[], object] = lambda: None,
     noted: StopSignals | None = None,
 ) -> Iterator[None]:
-    """Logs a sentence and ends the process if a signal comes while the block awaits other ranks.
+    """Logs a sentence and ends the process if a signal arrives while the block awaits other ranks.
 
-    On a signal, torch's C++ code would print its stack and go on waiting. The signals are therefore
+    On a signal, torch's C++ code would print its stack and keep waiting. The signals are therefore
     blocked, and a thread looks for pending ones. At this stage there is nothing to save.
 
     Args:
         waiting: returns the activity to name in the sentence.
         first: called before the process ends.
-        noted: the signals that were received before the block; None if nothing noted them.
+        noted: the signals that this process has received so far; None if they were not noted.
     """
     numbers = {number for number in STOPPING if not is_nohup(number)}
     over = threading.Event()
@@ -90,7 +90,7 @@ def ending_on_signals(
 def or_end(seconds: float, sentence: str) -> Iterator[None]:
     """Logs `sentence` and exits with code 1 if the block takes longer than `seconds`.
 
-    A dead file system, for example, blocks its users for ever.
+    For example, a dead file system blocks its users forever.
     """
 
     def end() -> None:
@@ -121,7 +121,7 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 # These signals ask a run to stop after a step. They announce preemption or the end of the time
-# limit, or they come from Ctrl-C or from a lost terminal.
+# limit, or come from Ctrl-C or a lost terminal.
 #
 # A signal reaches the ranks at different moments, or reaches only one of them, so no rank acts on
 # its own. An all-reduce in each step counts the ranks that have received a signal, and all ranks
@@ -130,7 +130,7 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 # Signals that a scheduler sends before it takes the machine away (LSF, SGE and submitit send
 # SIGUSR2); users send SIGINT.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP means that the terminal has gone
+STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP means that the terminal is lost
 
 
 @dataclass
@@ -203,7 +203,7 @@ def blocked_signals(
 
 
 class ProgressWatch(Protocol):
-    """The methods of `faults.watchdog.Watchdog` that are called in this folder."""
+    """The methods of `faults.watchdog.Watchdog` that this package calls."""
 
     @property
     def is_reporting(self) -> bool: ...

@@ -41,8 +41,7 @@ class RankAssignment:
         local_world_size: number of ranks on this host; 0 if no variable gives it, so that the ranks
             must count themselves.
         job_id: Slurm's id of the job, which becomes a part of the run's name; None without Slurm.
-        start: text that identifies this start and is the same on all of its ranks; "" if no
-            variable identifies it.
+        start: text that identifies this start on all of its ranks; "" if no variable identifies it.
     """
 
     launcher: Launcher
@@ -122,7 +121,7 @@ MPI = (
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     Numbered(
-        "mpiexec",  # launcher of MPICH, Intel MPI and PALS
+        "mpiexec",  # the launcher of MPICH, Intel MPI and PALS
         "PMI_RANK",
         "PMI_SIZE",
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
@@ -205,9 +204,9 @@ def detect(
         environ: environment variables; empty ones are ignored.
         master_addr: launch.master_addr, which overrides the launcher's address of rank 0.
         master_port: launch.master_port, or 0.
-        starts: number of ranks that this process would start itself; None if the subcommand runs
-            in one process. With a number and without a launcher, the function refuses to leave out
-            tasks or hosts for which the user has asked.
+        starts: number of ranks that this process would start itself; None if the subcommand runs in
+            one process. With a number and without a launcher, the function raises an error if tasks
+            or hosts that the user requested would take no part.
         read: returns the text of a file; raises OSError.
 
     Raises:
@@ -471,14 +470,16 @@ def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
         return size if len(names) == 1 else None
     counts = expand_tasks_per_node(given[per_node], per_node)
     if sum(counts) != size:
-        # These are the tasks of the job, which may have more tasks than this step.
+        # SLURM_TASKS_PER_NODE counts the tasks of the job, which may have more tasks than this
+        # step.
         if per_node == "SLURM_TASKS_PER_NODE":
             return size if len(names) == 1 else None
         raise UserError(
             f"{per_node}={given[per_node]} makes {sum(counts)} tasks and contradicts the step's "
             f"{size}: pass srun's own variables on to this process"
         )
-    # The name decides, because SLURM_NODEID has another order if a job has several components.
+    # The node's name takes precedence, because SLURM_NODEID has another order if a job has several
+    # components.
     if given.get("SLURMD_NODENAME") in names and len(names) == len(counts):
         return counts[names.index(given["SLURMD_NODENAME"])]
     if len(counts) == 1 or len(set(counts)) == 1:
@@ -665,7 +666,7 @@ def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
 
 
 def alone_in_a_job(environ: Mapping[str, str], place: RankAssignment | None) -> str | None:
-    """Returns a warning if this process trains a run of its own but may be meant as part of one.
+    """Returns a warning if this process trains its own run, but may be meant to join a larger run.
 
     The pods of a Kubernetes Job may be the jobs of a sweep or the hosts of one run, and no pod
     knows their number. The same holds for tasks of srun that each start a torchrun for one host.
@@ -722,7 +723,7 @@ def _tasks_asked_for(given: Mapping[str, str]) -> int:
     """Returns the number of tasks on all nodes; 0 if no variable gives it.
 
     If the user has asked for no number, as with `sbatch --exclusive`, Slurm counts a task for each
-    CPU; one task per node is assumed then.
+    CPU; the function then assumes one task per node.
     """
     tasks, cpus = given.get("SLURM_TASKS_PER_NODE"), given.get("SLURM_JOB_CPUS_PER_NODE")
     if tasks is None:
@@ -869,7 +870,7 @@ def _number(
 ) -> int:
     """Parses the whole number in variable `name`, from `least` to `most`.
 
-    `of` says in the message where `most` comes from, such as "WORLD_SIZE=4". Raises UserError.
+    `of` names the source of `most` in the message, such as "WORLD_SIZE=4". Raises UserError.
     """
     text = given[name]
     if not NUMBER.fullmatch(text):

@@ -100,7 +100,7 @@ class Restarts:
 
 # Seconds after END_SIGNAL until ranks that have not ended (a stopped rank never does) are killed.
 GRACE_S = 3
-LAST_WORDS_S = 2.0  # long enough for waiting ranks, which test once a second whether peers live
+LAST_WORDS_S = 2.0  # long enough for waiting ranks, which check once a second if peers live
 POLL_S = 0.1
 SIGNALS = (*STOPPING, signal.SIGQUIT)
 FORK = multiprocessing.get_context("fork")
@@ -119,7 +119,7 @@ class LocalRanks:
     """The ranks of a run on this host, from their first start to their last end.
 
     If the ranks can stop at the end of a step (`grace_s` is given), the signals in STOPPING are
-    forwarded to them. Any other signal, or a second Ctrl-C, ends all ranks by END_SIGNAL.
+    forwarded to them. On any other signal, or a second Ctrl-C, all ranks are ended with END_SIGNAL.
 
     Args:
         count: number of ranks.
@@ -184,7 +184,7 @@ class LocalRanks:
             exits = [process.exitcode for process in self.ranks]
             failed = {rank: code for rank, code in enumerate(exits) if code}
             if failed:
-                if -signal.SIGABRT in failed.values():  # its peers may know why it aborted
+                if -signal.SIGABRT in failed.values():  # peers may know why a rank aborted
                     time.sleep(LAST_WORDS_S)
                 self._end()
                 return failed
@@ -231,7 +231,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _pid(process: ForkProcess) -> int:
-    assert process.pid is not None  # it was started
+    assert process.pid is not None  # the process was started
     return process.pid
 
 
@@ -288,7 +288,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
     """Starts the ranks of `app` on this host, on devices of type `kind`, and waits for them.
 
     Returns the exit code. If a rank fails, all ranks end within seconds, and the last line on
-    stderr tells the failure that caused the others.
+    stderr names the failure that caused the others.
     """
     world_size = config.world_size
     gpus = gpu_environment(kind, os.environ, config.cluster, tp=config.tp, zero=config.zero)
@@ -379,7 +379,7 @@ def _report(layout: Layout, run_dir: Path, exits: dict[int, int]) -> int:
 
 
 def _cause(layout: Layout, run_dir: Path, exits: dict[int, int]) -> failure.RankFailure:
-    """Returns the failure that caused the others, from the ranks' records and exit codes."""
+    """Finds the failure that caused the others, from the ranks' records and exit codes."""
     records, placed = [], exits
     if _disk_answers(run_dir):
         records = failure.read_all(run_dir)
@@ -392,7 +392,7 @@ def _cause(layout: Layout, run_dir: Path, exits: dict[int, int]) -> failure.Rank
 
 
 def _disk_answers(run_dir: Path) -> bool:
-    """Returns whether `run_dir` can be read: a dead file system blocks its readers for ever."""
+    """Returns whether `run_dir` can be read; a dead file system blocks its readers forever."""
     return within(DISK_S, lambda: bool(failure.read_all(run_dir)) or True, False)
 
 

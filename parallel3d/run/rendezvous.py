@@ -91,7 +91,7 @@ def seen_key(key: str) -> str:
 
 
 def refuse(store: Store, rank: int, error: UserError) -> None:
-    """Sends rank 0 the error with which this rank refuses to start, instead of its `Process`."""
+    """Sends rank 0 the reason why this rank refuses to start, in place of its `Process`."""
     put(store, f"{PROCESS_KEY}/{rank}", {"refuses": str(error)})
     store.add(seen_key(RANKS_KEY), 1)
 
@@ -99,9 +99,9 @@ def refuse(store: Store, rank: int, error: UserError) -> None:
 def tell_rank_0(
     launch: LaunchConfig, run: str | None, place: RankAssignment, error: UserError
 ) -> None:
-    """Sends rank 0 the error with which this rank refuses to start before it has a store.
+    """Sends rank 0 the reason why this rank refuses to start, if this rank has no store yet.
 
-    Nothing is sent if rank 0 has no store, as when it refuses to start, too.
+    Nothing is sent if rank 0 has no store either, for example because it refuses to start too.
     """
     place = place.with_port(launch.master_port)
 
@@ -133,7 +133,7 @@ def assign_rank(
         return
     launch_rank = worker.rank
     mine = Process(
-        environ.get("SLURMD_NODENAME") or socket.gethostname(),  # as in Slurm's topology
+        environ.get("SLURMD_NODENAME") or socket.gethostname(),  # the name in Slurm's topology
         worker.local_rank,
         environ.get("SLURM_TOPOLOGY_ADDR", ""),
         environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""),
@@ -206,7 +206,7 @@ CLEARED_KEY = "parallel3d/cleared"
 def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> PrefixStore:
     """Connects to the store of rank 0 or of torchrun's agent, and returns it.
 
-    `run` is the run's name as the user gave it; None if the user gave none.
+    `run` is the name that the user gave the run, or None.
 
     Raises UserError if rank 0's port is taken, and OtherStart if the store belongs to other ranks.
     """
@@ -274,7 +274,7 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
 
 
 def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: int) -> None:
-    """Raises OtherStart, on this rank alone, if the store that it has reached is another start's.
+    """Raises OtherStart, on this rank alone, if the store that it reached belongs to another start.
 
     Two steps of a job, or two jobs, may use one port, and a rank of one must not train with the
     ranks of the other.

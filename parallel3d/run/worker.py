@@ -228,7 +228,7 @@ def _work(app: str, config: Config, worker: Worker) -> int:
     # Groups that are still referenced would abort when the exiting interpreter destroys them.
     gc.collect()
     sys.stdout.flush()
-    # A rank that leaves while others still work would look like a failure to its peers.
+    # A rank that leaves while others still work would look to them like a failed rank.
     dist.barrier()
     dist.destroy_process_group()
     return code
@@ -241,7 +241,7 @@ def _prepare_accelerator(
     from parallel3d.device.accelerator import bus_id, make_current
 
     make_current(device)
-    # Autograd's own thread may begin with a matmul; cuBLAS then makes a CUDA context and warns.
+    # Autograd's own thread may begin with a matmul; cuBLAS then creates a CUDA context and warns.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current")
     for name, value in parse_nccl_env(cluster.nccl_env).items():
         os.environ.setdefault(name, value)
