@@ -1,4 +1,4 @@
-"""Runs collectives, and hides timing, logging and differences of torch versions and backends.
+"""Runs collectives; hides timing, logging and differences between torch versions and backends.
 
 The `*_async` and `*_bucket` functions return a handle. The result may be read after the handle's
 `wait()`, which makes the current stream wait on NCCL and blocks the host on gloo. Several
@@ -216,8 +216,7 @@ def all_to_all_uneven_async(
 ) -> tuple[Tensor, Work]:
     """Starts to send `given[j]` consecutive elements of a flat tensor to each rank j.
 
-    The result has the received elements in the order of the senders, `taken[i]` of them from
-    rank i. A rank may send or receive no elements.
+    The result has the received elements in the order of the senders, `taken[i]` from rank i.
 
     `most` is the largest number of elements that any rank sends; all ranks must give the same
     number. Shared memory is used only if that many fit into a slot, and never if `most` is None.
@@ -249,9 +248,10 @@ def all_to_all_uneven(
 def all_to_all_rows_async(
     x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
 ) -> tuple[Tensor, Work]:
-    """Starts to send `given[j]` consecutive rows of `x` (rows, …) to each rank j. The result has
-    the received rows in the order of the senders, `taken[i]` of them from rank i. `most` is the
-    largest number of rows that any rank sends, and must be equal on all ranks."""
+    """Starts to send rows of `x` (rows, …) as `all_to_all_uneven_async` sends elements.
+
+    `given`, `taken` and `most` count rows.
+    """
     width = math.prod(x.shape[1:])
     sent, got = ([n * width for n in each] for each in (given, taken))
     flat = x.contiguous().view(-1)
@@ -322,6 +322,6 @@ def differs(numbers: Tensor, group: Group) -> bool:
     """Returns whether any of the integers `numbers` (n,) differs between the ranks; collective."""
     if group.size == 1:
         return False
-    both = torch.stack((numbers, ~numbers))  # their maxima give the largest and the smallest number
+    both = torch.stack((numbers, ~numbers))  # the maxima give the largest and the smallest number
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group.handle)
     return bool((both[0] != ~both[1]).any())

@@ -38,8 +38,7 @@ def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.
 def check_agreement(
     call: str, arguments: dict[str, Any], handle: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    """Raises the same UserError on every member if an argument of `call` differs between members.
-    The check is collective."""
+    """Raises the same UserError on every member if an argument of `call` differs; collective."""
     mine = {key: repr(value) for key, value in arguments.items()}
     first, *others = all_gather_json(mine, handle, device)
     ranks = [0] if handle is None else dist.get_process_group_ranks(handle)
@@ -67,9 +66,10 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
 
 
 def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Groups consecutive tensors into messages, and yields the range of tensors in each message.
-    The sizes of a message's tensors add up to at most `most`; a larger tensor has a message of its
-    own."""
+    """Yields ranges of consecutive tensors that together fit into a message of `most` bytes.
+
+    A larger tensor has a message to itself.
+    """
     first, total = 0, 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:

@@ -179,7 +179,7 @@ class LoggedWork:
 
 @contextmanager
 def blocking(group: _Group) -> Iterator[None]:
-    """Logs that the host waits for `group`'s newest operation while it reads a value of the device.
+    """Logs that the host waits for `group`'s newest operation while it reads a device's value.
 
     With NCCL a handle's `wait` only orders streams, so a host notices a missing rank only here. An
     exception resets `log.waiting`, because on a device it may come from any earlier work.
@@ -201,8 +201,7 @@ def blocking(group: _Group) -> Iterator[None]:
 def logged(
     group: _Group, name: str, tensor: Tensor, start: Callable[[], Any], peer: int | None = None
 ) -> Any:
-    """Starts an operation and returns its handle; logs its start and wait if the group has a log.
-    `peer` is the other rank of a message, and None for a collective."""
+    """Starts an operation and returns its handle; logs its start and wait if `group` has a log."""
     log = group.log
     if log is None:
         return start()

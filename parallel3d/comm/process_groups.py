@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 DEFAULTS = (False, ())  # result of `nccl_settings` for a kind of group without settings
-BACKWARD = "pp_backward"  # kind of the group through which a pipeline's gradients travel
+BACKWARD = "pp_backward"  # kind of the group that carries a pipeline's gradients
 # Name of a backend for gloo on a chosen interface, which torch's own gloo backend ignores.
 GLOO_ON = "gloo_on"
 
@@ -217,9 +217,9 @@ class ProcessGroups:
     def observed(
         self, timer: StepTimer | None = None, log: OperationLog | None = None
     ) -> ProcessGroups:
-        """Returns the same groups, whose operations `timer` times and `log` logs.
+        """Returns the same groups, with operations timed by `timer` and logged by `log`.
 
-        None keeps the present timer or log.
+        None keeps the current timer or log.
         """
 
         def changed(group: Group) -> Group:
@@ -312,7 +312,7 @@ class GroupMaker:
     def _reuse_or_make(
         self, kind: str, all_ranks: Ranks, mine: list[int]
     ) -> dist.ProcessGroup | None:
-        """Returns this rank's group of a kind, which may be new or that of another kind."""
+        """Returns this rank's group of a kind, which may be new or shared with another kind."""
         wants, ranks = self._settings(kind), tuple(map(tuple, all_ranks))
         if wants is None and len(all_ranks[0]) == dist.get_world_size():
             return dist.group.WORLD  # the same ranks in the same order need no second group
@@ -325,7 +325,7 @@ class GroupMaker:
     def _settings(self, kind: str) -> Hashable:
         """Returns the settings that a kind's groups must have.
 
-        Returns None if the kind can share any group of the same ranks.
+        The result is None if the kind can share any group of the same ranks.
         """
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)

@@ -103,8 +103,7 @@ class SharedMemory:
         self.libc.sem_post(self.semaphores[kind, self.index, peer])
 
     def wait(self, peer: int, kind: int = 0) -> None:
-        """Waits for one signal from member `peer` and takes it. Raises ConnectionError if the peer
-        has ended, and TimeoutError after `timeout_s`."""
+        """Takes a signal from `peer`; raises ConnectionError if it has ended, or TimeoutError."""
         semaphore = self.semaphores[kind, peer, self.index]
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
@@ -254,7 +253,7 @@ class SharedCollectives:
     In an operation a rank writes its tensor into one of its two slots, signals every peer, waits
     for the signals of all peers and reads their slots. Successive operations alternate between the
     slots, and a rank starts an operation only after it has read all peers' slots of the previous
-    one. Thus a peer's signal for operation n + 1 also says that the peer has finished operation n.
+    one. Thus a peer's signal for operation n + 1 also means that it has finished operation n.
     The slots of operation n are then free for operation n + 2 without a second signal.
 
     Several collectives may be in flight. A tensor that fits into a slot is written at once, unless
@@ -314,8 +313,9 @@ class SharedCollectives:
         self, tensor: Tensor, given: Sequence[int], out: Tensor, taken: Sequence[int]
     ) -> None:
         """Sends `given[j]` consecutive bytes to rank j, and receives `taken[i]` bytes from rank i.
-        Both tensors are flat uint8. A rank's slot begins with the offsets of the bytes for each
-        rank; the bytes follow."""
+
+        Both tensors are flat uint8. A slot has a header with the offset of each receiver's bytes.
+        """
         if self.unread is not None:
             self.unread.wait()
         turn = self.operations % SLOTS

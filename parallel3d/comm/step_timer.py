@@ -14,7 +14,7 @@
 | data      | reading micro-batches and moving them to the device                               |
 | idle      | waiting for a late rank while nothing is transferred                              |
 
-Only *exposed* communication is counted, which no computation hides. Nested times count once, as the
+Only *exposed* communication, hidden by no computation, is counted. Nested times count once, as the
 innermost kind: a tensor-parallel wait within a forward is tp.
 
 A wait for a message between stages is pp while the message is in flight, and idle before that. With
@@ -62,7 +62,7 @@ class HostTimes:
         self.since = 0.0
 
     def start(self) -> bool:
-        """Begins a step and returns whether it is timed, which is always so on the CPU."""
+        """Begins a step and returns whether it is timed, which is always true on a CPU."""
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = time.perf_counter()
         return True
@@ -91,7 +91,7 @@ class DeviceTimes:
     stream in the handle's `wait()`, so events before and after that call enclose the exposed time.
     The start of a collective only queues work and has no event. Calls under another current stream
     have no events either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so its exposed
-    time counts as forward and backward, and dp has little more than the sum of the token counts.
+    time counts as forward and backward, and dp contains little but the sum of token counts.
 
     An event costs the host some microseconds and the stream about one, and a step with tp has
     thousands of events. So only the first `WARMUP_STEPS` steps and then one of `EVERY` are timed.
@@ -206,7 +206,7 @@ class StepTimer:
                 self._sums[kind] += seconds
 
     def push(self, kind: str, name: str | None = None) -> None:
-        """Begins a time of `kind`; a profile shows it as `name`, or as `kind` if `name` is None."""
+        """Starts timing `kind`; a profile shows it as `name`, or as `kind` if `name` is None."""
         if self.ranges is not None:
             self.ranges.push(name or kind)
         if self.running and self.times.counts():
@@ -214,7 +214,7 @@ class StepTimer:
             self._stack.append(kind)
 
     def pop(self, idle_beyond: float = torch.inf) -> None:
-        """Ends the innermost kind on its `push`'s stream; seconds over `idle_beyond` are idle."""
+        """Stops timing the innermost kind; seconds beyond `idle_beyond` count as idle."""
         if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
         if self.ranges is not None:

@@ -1,6 +1,6 @@
 """Overlaps the forward of a micro-batch with the backward of the previous one.
 
-The two run in turns: the forward computes until it has to wait for tokens of other ranks, then the
+The two take turns: the forward computes until it has to wait for tokens of other ranks, then the
 backward continues until it has to wait, and so on. Thus the tokens of one computation travel while
 the other computes. This is DualPipe's overlap (DeepSeek-V3 report, §3.2.1) without its pipeline.
 The order of all calls depends only on the program, so it is the same on every rank.
@@ -20,11 +20,11 @@ from parallel3d.device import accelerator
 
 
 class OtherFailed(RuntimeError):
-    """The computation that ran in turns with this one has failed."""
+    """Raised in a computation if the one that takes turns with it has failed."""
 
 
 class Turns:
-    """Runs two computations of a rank in turns; on an accelerator each has its own stream.
+    """Lets two computations of a rank take turns; on an accelerator each has its own stream.
 
     Autograd runs a backward on the stream of its forward, so successive micro-batches use the two
     streams alternately.
@@ -61,9 +61,9 @@ class Turns:
                 raise OtherFailed("the micro-batch beside this one has failed") from self._failed
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Runs both in turns, beginning with the forward, which has a thread of its own.
+        """Lets both computations take turns; the forward begins, in a second thread.
 
-        An exception of one of them ends the other one at its next `pass_on`, and is raised here.
+        An exception in either one ends the other at its next `pass_on`, and is raised here.
         """
         self._running = [0, 1]
         self._turn = 0

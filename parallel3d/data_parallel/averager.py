@@ -44,7 +44,7 @@ def arrange(
     ready: Sequence[int],
     bucket_cap_mb: float | Sequence[float] | None,
 ) -> list[list[int]]:
-    """Assigns parameters to buckets of one dtype each, in the order in which these become full."""
+    """Assigns parameters to buckets of one dtype; returns the buckets in the order they fill up."""
     by_type: dict[torch.dtype, list[int]] = {}
     for number in ready:
         by_type.setdefault(parameters[number].dtype, []).append(number)
@@ -81,7 +81,7 @@ class BackwardFlags:
         self.fault = self.fault or sentence
 
     def note(self, flag: Tensor, other: str | None) -> None:
-        """Notes the end of a backward, whose `flag` (1,) is above zero after an error on any rank.
+        """Ends a backward, whose summed `flag` (1,) is above zero if any rank found an error.
 
         `other` is an error that the transport found on this rank, or None.
         """
@@ -97,7 +97,7 @@ class BackwardFlags:
             self.check()
 
     def check(self) -> None:
-        """Raises the same RuntimeError on every rank after an error; collective in that case."""
+        """Raises the same RuntimeError on all ranks if any found an error; collective only then."""
         if self.noted is None:
             return
         (finding, flag, event), self.noted = self.noted, None
@@ -145,9 +145,9 @@ class GradientAverager:
 
     With `watch`, every backward averages gradients while `enabled` is set. A gradient is copied
     into its bucket when it arrives, and the reduction of a bucket starts when the bucket is full,
-    in the same order on every rank. At the end of the backward, a parameter whose gradient has not
-    arrived contributes its `.grad` as it is. Without `watch`, `average` does all of this after the
-    backwards.
+    in the same order on every rank. A parameter whose gradient has not arrived by the end of the
+    backward contributes the `.grad` of earlier backwards. Without `watch`, `average` does all of
+    this after the backwards.
 
     The last bucket, which holds the first layer, starts at the end. It carries the flags (whether
     this rank has a gradient of each parameter, and whether it found an error), which therefore need
@@ -206,7 +206,7 @@ class GradientAverager:
         self.buckets: list[DDPBucket] = []
         self._fill(list(range(len(self.parameters)))[::-1])
         if watch:
-            # for the reason for a weak reference, see `engine.BucketedDataParallel`
+            # `engine.BucketedDataParallel` explains why the reference is weak
             mine = weakref.ref(self)
             for number, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(_Watch(mine, number))

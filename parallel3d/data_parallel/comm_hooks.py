@@ -19,15 +19,15 @@ from parallel3d.device.accelerator import is_on_accelerator
 
 
 class SideStream:
-    """Makes a `CommHook` that runs all phases of another hook on an accelerator stream of its own.
+    """Wraps a `CommHook`, to run all of its phases on a separate accelerator stream.
 
-    A phase waits for the previous phase's collective. On the compute stream, this wait would block
-    the backward. Instead, that stream waits once, when the step needs the sums. Buckets run in the
-    same order on every rank.
+    Each phase waits for the previous phase's collective. On the compute stream, these waits would
+    block the backward. Instead, the compute stream waits once, when the step needs the sums.
+    Buckets run in the same order on every rank.
 
     Lifetimes: tensors that the phases allocate belong to the side stream. The bucket belongs to the
-    compute stream and must not be freed before that stream has waited, so the handle refers to the
-    bucket.
+    compute stream and must not be freed before the compute stream has waited, so the handle keeps a
+    reference to it.
     """
 
     def __init__(self, hook: CommHook) -> None:
@@ -40,7 +40,7 @@ class SideStream:
         return self.hook(group, bucket)
 
     def run(self, tensor: Tensor, start: Callable[[], Work]) -> Work:
-        """Queues `start()` and the wait for its handle, after the current stream."""
+        """Runs `start()` and waits for its handle on the side stream, after the current stream."""
         module = accelerator.module(tensor.device)
         if self.stream is None:
             self.stream = module.Stream(device=tensor.device)
@@ -65,10 +65,10 @@ class _Queued:
 class HierarchicalAllReduce:
     """Reduces a bucket in two levels: inside each NVLink domain, then between the domains.
 
-    The domains reduce-scatter and finally all-gather the bucket; in between, its shards are
-    all-reduced between domains. A flat ring over several domains sends all gradients through a NIC.
-    Here each of the g members of a domain sends only 1/g of the gradients, to members of other
-    domains with the same index, which share its rail (`estimate.network.two_level_time`).
+    Each domain reduce-scatters the bucket, its shards are all-reduced between the domains, and each
+    domain all-gathers the result. A flat ring over several domains sends all gradients through a
+    NIC. Here each of the g members of a domain sends only 1/g of the gradients, to the members of
+    other domains on the same rail (`estimate.network.two_level_time`).
     """
 
     def __init__(self, inner: Group, outer: Group, bucket: GradBucket) -> None:

@@ -63,9 +63,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     not synchronised.
 
     The constructor, forward (which broadcasts buffers) and backward are collective. Parameters must
-    not be added or replaced afterwards. Copying (`copy.deepcopy`), and pickling with the group of
-    all ranks, are not collective: a copy joins the others in its first forward with gradients,
-    without a communication hook.
+    not be added or replaced afterwards. `copy.deepcopy` is not collective, and neither is pickling,
+    which requires the group of all ranks. A copy has no communication hook, and its first forward
+    with gradients is its first collective call.
 
     Args:
         module: the module to replicate, with all parameters on one device.
@@ -84,7 +84,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             that their buckets need not wait for its end. Without it, unused parameters are not an
             error either.
         gradient_as_bucket_view: keep gradients in the buckets instead of copying them out.
-        static_graph: promise that every backward reaches the same parameters, equally often.
+        static_graph: promise that every backward reaches each parameter the same number of times.
         bucket_cap_mb_list: a size for each bucket, in place of `bucket_cap_mb`; the last one also
             holds for all further buckets.
         overlap: start reductions during the backward; if False, all start at its end.
@@ -95,8 +95,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             wrapper has the same parameter and either of the two keeps gradients in buckets.
         RuntimeError: if there is no parameter to train; in a forward, if a trained parameter was
             frozen when the module was wrapped, or was added or replaced since; in a backward, on
-            every rank, if a parameter got a second gradient or, with static_graph, another number
-            of gradients than in the first backward.
+            every rank, if a parameter got a second gradient or, with static_graph, a different
+            number of gradients than in the first backward.
     """
 
     broadcast_bucket_size = MESSAGE_BYTES
@@ -176,7 +176,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._open()
 
     def _reset_state(self) -> None:
-        """Sets up the state of this process; not collective."""
+        """Initialises the state that is neither copied nor pickled; not collective."""
         named = left(self.module.named_parameters(), self.parameters_to_ignore)
         self.frozen = [p for _, p in named if not p.requires_grad]
         self._trained = [name for name, p in named if p.requires_grad]
@@ -236,7 +236,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             any_of(self.group, self.require_backward_grad_sync, self.device)
 
     def _check_contents(self) -> None:
-        # Dynamo would trace the comparison and guard its result.
+        # Dynamo would trace the comparison and guard on its result.
         if torch.compiler.is_compiling():
             return
         if not self.contents.changed() and not any(p.requires_grad for p in self.frozen):
@@ -311,7 +311,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Lets ranks have different numbers of inputs in a `with` block, after which models agree.
+        """Lets ranks have different numbers of inputs in a `with` block, then makes models equal.
 
         Args:
             divide_by_initial_world_size: divide the sums by the number of all ranks or, if False,
@@ -355,7 +355,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         averager.scale = 1.0 / (self.group.size if self.by_initial_size else active)
 
     def sync_buffers_joined(self, joined: bool) -> None:
-        """Broadcasts the buffers of the last rank with inputs; collective."""
+        """Broadcasts the buffers of the highest rank that still has inputs; collective."""
         source = highest(self.group, -1 if joined else self.group.index, self.device)
         assert self.buffer_sync is not None  # will_sync_buffers
         broadcast_all(self.buffer_sync.current(), source, self.group)
@@ -404,7 +404,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state to pickle. Raises RuntimeError for a group without all ranks."""
+        """Returns the state to pickle; raises RuntimeError unless the group contains all ranks."""
         if self.group.size != (dist.get_world_size() if dist.is_initialized() else 1):
             raise RuntimeError(
                 f"a DistributedDataParallel over {self.group.size} of {dist.get_world_size()} "
@@ -517,7 +517,7 @@ def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
 
 
 def unused_parameters(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) -> set[int]:
-    """Returns the numbers of the parameters on which no output depends."""
+    """Returns the indices (values of `numbers`) of parameters on which no output depends."""
     left = dict(numbers)
     nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(nodes)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class Bucket:
-    """Flat buffers of parameters, in the order of `params`, and their gradients (fp32 or better).
+    """Flat buffers of parameters and of their gradients (fp32 or better), in the order of `params`.
 
     The model's parameters are views of `param`. Gradients are added to `grad`, which one collective
     reduces. The optimizer steps the slice `own` in `segments`: the whole bucket or, under ZeRO,
@@ -77,7 +77,7 @@ def build_buckets(
         groups_of: returns the groups over which a parameter has copies.
         first: index of the first bucket.
         values: returns a parameter's initial values. It is called for one parameter at a time, so
-            that values drawn only now need little extra memory.
+            that values that are drawn on demand need little extra memory.
     """
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
@@ -156,7 +156,7 @@ def _build(
 def _spans(
     params: dict[str, nn.Parameter], offset: int, first: int, last: int
 ) -> list[ParameterSpan]:
-    """Returns the spans in [first, last) of parameters that lie in a row from `offset` on."""
+    """Returns the spans in [first, last) of parameters that lie one after another from `offset`."""
     found = []
     for name, p in params.items():
         start, end = max(offset, first), min(offset + p.numel(), last)
@@ -167,7 +167,7 @@ def _spans(
 
 
 class GradientObserver(Protocol):
-    """The interface of objects that see gradients before these are reduced."""
+    """The interface of objects that read gradients before the reduction."""
 
     def start_step(self) -> None: ...
     def added(self, name: str, parameter: nn.Parameter, times: int) -> None: ...
@@ -177,11 +177,11 @@ class GradientObserver(Protocol):
 class BucketedDataParallel:
     """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
 
-    Gradients are added in the buckets. In a step a parameter gets one gradient per micro-batch and
-    use, in the order of the pipeline schedule. Only after the last one is the parameter ready for
-    the reduction of its bucket (Li et al. 2020, §3.2.4). The loss is already divided by the tokens
-    of the global batch, so the reduction is a plain sum. Frozen parameters are in no bucket, and
-    every rank holds them whole.
+    Gradients accumulate in the buckets. In a step a parameter gets one gradient per micro-batch and
+    use, in the order of the pipeline schedule. Only after the last gradient is the parameter ready
+    for the reduction of its bucket (Li et al. 2020, §3.2.4). The loss is already divided by the
+    tokens of the global batch, so the reduction is a plain sum. Frozen parameters are in no bucket,
+    and every rank holds them whole.
 
     Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) gradients are reduce-scattered, each rank
     steps its shard, and the parameters are gathered while the next forward begins, layer by layer.
@@ -195,7 +195,7 @@ class BucketedDataParallel:
         bucket_cap_mb, overlap: as in DistributedDataParallel.
         hook: reduces a bucket, or is None for a plain reduce-scatter (ZeRO) or all-reduce.
         values: returns the initial values of a parameter (see `build_buckets`).
-        observer: sees the gradients before they are reduced, or is None if nothing needs them.
+        observer: reads the gradients before their reduction; None if nothing needs them.
 
     Attributes:
         segments: flat shards that this rank steps.
@@ -229,7 +229,7 @@ class BucketedDataParallel:
         self.works: list[Work] = []
         self.running = False
         self.observer = observer
-        # This call makes the current stream wait for other streams that add to a bucket, if any.
+        # With `comm.turns`, this call makes the current stream wait for all that add gradients.
         self.before_reduction: Callable[[], None] = lambda: None
         self.constants = [
             self._hold(name, p, values)
@@ -301,7 +301,7 @@ class BucketedDataParallel:
         return found
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
-        """Returns the stages, because the pipeline calls the stages themselves."""
+        """Returns the stages unchanged, because the pipeline can call them directly."""
         return stages
 
     def start_step(self, microbatches: int) -> None:

@@ -52,16 +52,16 @@ class FullyShardedDataParallel:
 
     Args:
         stages: modules with parameters in fp32 or better, which become the masters.
-        units: modules, each with the ranks that hold its parameters, which are gathered together; a
-            unit inside another unit comes first.
+        units: modules whose parameters are gathered together, each with the ranks that hold them. A
+            nested unit comes before the unit that contains it.
         rest: the ranks that hold the parameters outside of all units.
         groups_of: returns the groups over which a parameter has copies.
         initializer: draws the initial values here if it is `deferred`.
         dtype: the compute dtype, in which parameters are gathered.
         zero: the ZeRO stage, 2 or 3.
-        every_microbatch: whether every backward reduce-scatters the gradients, so that no rank
-            holds unsharded gradients of more than one unit, and the HSDP replicas sum them at the
-            end; if not, only the last backward reduces.
+        every_microbatch: whether every backward reduce-scatters the gradients, so that a rank holds
+            unsharded gradients of only one unit. HSDP replicas then sum their shards at the end of
+            the step. Otherwise, only the last backward reduces.
         mesh_of: returns the mesh of a group.
         without_backward: units whose parameters no backward reads.
 
@@ -102,7 +102,7 @@ class FullyShardedDataParallel:
             parameter.data = values.detach().to(dtype)
         for module, held in divided:  # each unit is sharded before the next is drawn
             _draw_own_rows(module, initializer, held.shards, dtype, ignored)
-            # The root's parameters are needed at once in the backward, so they stay gathered.
+            # The backward needs the root's parameters first, so they stay gathered.
             frees = zero == 3 and module is not root
             fully_shard(
                 module,
@@ -253,7 +253,7 @@ class FullyShardedDataParallel:
 
 
 class _Chunks(nn.Module):
-    """Holds a rank's stages under one FSDP root, which a table read by two of them requires."""
+    """Holds a rank's stages under one FSDP root, because two of them may read the same table."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class _Chunk:
 
 
 def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Returns all stages' parameters by name; a shared one has the name in its first stage."""
+    """Returns all stages' parameters by name; a shared one has its name in the first stage."""
     first: dict[nn.Parameter, str] = {}
     for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
         first.setdefault(parameter, name)
@@ -376,7 +376,7 @@ def all_reduce_replicas(flat: Tensor, replicas: Group) -> None:
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:
-    """Returns the first row of a rank's shard, cut like torch.chunk; last shards may be empty."""
+    """Returns the first row of a rank's shard as torch.chunk cuts it; later shards may be empty."""
     return min(rows, -(-rows // ranks) * rank)
 
 

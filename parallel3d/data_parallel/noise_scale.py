@@ -1,4 +1,4 @@
-"""Estimates the gradient noise scale, which tells the largest useful batch.
+"""Estimates the gradient noise scale, which indicates the largest useful batch.
 
 McCandlish et al. 2018 ("An Empirical Model of Large-Batch Training", arXiv:1812.06162): the squared
 norm of a gradient of B sequences is |G|² + tr(Σ)/B on average, so two batch sizes give both terms
@@ -41,8 +41,8 @@ class Noise(NamedTuple):
 
     Attributes:
         scale: tr(Σ)/|G|² in sequences, from running means; None if either mean is not positive.
-        trace, signal: this step's estimates of tr(Σ), for a batch of one sequence, and of |G|²;
-            the errors of these estimates are about as large as they are, and they can be negative.
+        trace, signal: this step's estimates of tr(Σ), for a batch of one sequence, and of |G|².
+            Their errors are about as large as the estimates, so either can be negative.
     """
 
     scale: float | None
@@ -70,12 +70,12 @@ class PartialNorms:
         self.part.zero_()
 
     def added(self, name: str, parameter: nn.Parameter, times: int) -> None:
-        """Adds a parameter's squared norm after its first micro-batch, if dp=1."""
+        """Adds the squared norm of a parameter's first gradient in a step, if dp=1."""
         if not self.by_replicas and times == 1:
             self.part += self._squares_of(name, parameter)
 
     def full(self, bucket: Bucket) -> None:
-        """Adds a full bucket's squared norm before the bucket is reduced, if dp > 1."""
+        """Adds the squared norm of a full bucket's gradients before their reduction, if dp > 1."""
         if self.by_replicas:
             for name, parameter in bucket.params.items():
                 self.part += self._squares_of(name, parameter)
@@ -104,7 +104,7 @@ class PartialNorms:
     def _counted(self, span: ParameterSpan, grad: Tensor, groups: CopyGroups) -> list[Tensor]:
         """Returns the runs of a span's flat gradient that this rank counts.
 
-        If several ranks hold copies of a run, over `groups`, only the first of them counts it.
+        If several ranks of `groups` hold copies of a run, only the first of them counts it.
         """
         spec = span.spec
         if not self.by_replicas and (spec.uses > 1 or span.name == HEAD_TABLE):
@@ -118,7 +118,7 @@ class PartialNorms:
 
 
 class NoiseScale:
-    """Estimates the noise scale from the two squared norms of a step, equally on every rank.
+    """Estimates the noise scale from a step's two squared norms, with equal results on all ranks.
 
     Args:
         batch: number of sequences in a step.

@@ -14,17 +14,18 @@ from parallel3d.private_names import is_dense
 
 
 class Reducer:
-    """Counts the gradients that buckets lack, and tells which full buckets to start, in order.
+    """Counts the gradients that buckets lack, and returns full buckets to start, in a fixed order.
 
     Every rank therefore issues the same collectives in the same order, whatever the order in which
-    its gradients arrive. Two classes use the counts. `engine.BucketedDataParallel` adds gradients
-    in the buckets, and knows their number from the pipeline schedule. `averager.GradientAverager`
-    copies each `.grad` into a bucket, and autograd tells it when a backward ends.
+    its gradients arrive. Two classes use the counts. `engine.BucketedDataParallel` accumulates
+    gradients in the buckets, and knows their number from the pipeline schedule.
+    `averager.GradientAverager` copies each `.grad` into a bucket, and learns from autograd when a
+    backward ends.
 
     Args:
         members: for each bucket, the indices of its parameters.
         overlap: whether a bucket may start when it is full; if not, all buckets start at the end.
-        held: number of buckets at the end that never start early.
+        held: how many of the last buckets never start early.
 
     Attributes:
         left: for each parameter, the number of gradients that have not yet arrived.
@@ -81,7 +82,7 @@ class Reducer:
 
 
 def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns a view of `flat` for each parameter, with its strides if these leave no gaps."""
+    """Returns a view of `flat` for each parameter, with the parameter's strides if it is dense."""
     views, start = [], 0
     for p in parameters:
         part = flat[start : start + p.numel()]

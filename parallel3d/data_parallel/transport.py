@@ -34,7 +34,7 @@ SHARED_CAP_MIB = 1.0
 def is_shared(group: Group, device: torch.device) -> bool:
     """Returns whether to try shared memory.
 
-    It is tried on CPUs, in external groups and in groups of parallel3d that use shared memory.
+    CPU ranks try it in external groups, and in groups of parallel3d that use shared memory.
     """
     on_cpu = device.type == "cpu" and group.size > 1
     return on_cpu and (group.shared is not None or group.name == EXTERNAL)
@@ -85,7 +85,7 @@ def packed(tensors: Sequence[Tensor], data: Tensor) -> list[Tensor]:
 
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies sources to targets without a new version, as a graph may have saved the targets."""
+    """Copies sources to targets without changing the version counters that autograd checks."""
     with unsafe_preserve_version_counter(tuple(targets)):
         foreach_copy_(list(targets), list(sources))
 
@@ -260,7 +260,7 @@ class BackendTransport:
         self.pending = []
 
 
-# kinds of signals: a buffer is full; a slice has been summed, or with `adds` a buffer been read
+# kinds of signals: a buffer is full; a slice is summed or, with `adds`, a buffer has been read
 FULL, SUMMED = 0, 1
 
 
@@ -272,14 +272,14 @@ class SharedTransport:
     it, and reads the other ranks' slices. This moves as many bytes as a ring does, and takes no
     system call unless a rank must wait.
 
-    Two kinds of signals (full, summed) order all accesses. A buffer is filled again only after its
-    total was read here, and every peer had read the buffer before it posted its slice of the total.
-    A total is written again only when all peers have started that buffer again, which they do after
-    they have read the total.
+    Two kinds of signals (full, summed) order all accesses. A rank refills a buffer only after it
+    has read the whole total. By then every peer has read the buffer, because a peer does so before
+    it posts its slice of the total. A rank rewrites its slice of a total only after every peer has
+    started that buffer again, which a peer does after it has read the total.
 
     With `adds`, two ranks need no total: each adds the other's buffer to its own gradients, which
     saves memory traffic and one wait. `release` then posts that this rank has read the other's
-    buffer, also for the gradients that this rank lacked.
+    buffer, including gradients of parameters for which this rank has none.
 
     Args:
         sizes: size of each bucket; in the last bucket the flags follow the gradients.
@@ -370,7 +370,7 @@ class SharedTransport:
 
 
 def _part(whole: Tensor, count: int, index: int) -> slice:
-    """Returns one of `count` slices of whole cache lines, as no two ranks may write to one line."""
+    """Returns one of `count` slices of whole cache lines, so that ranks never share a line."""
     numel, line = whole.numel(), LINE // whole.itemsize
     lines = -(-numel // line)
     first, last = lines * index // count, lines * (index + 1) // count
@@ -389,7 +389,7 @@ def open_transport(
 ) -> Transport:
     """Opens a transport by shared memory if possible, or else by the backend; collective.
 
-    `elsewhere` tells whether gradients are kept in tensors of their own, not in the buffers.
+    `elsewhere`: whether gradients are kept in separate tensors, not in the buffers.
     """
     if hook is None and is_shared(group, members[0][0].device):
         sizes = [

@@ -27,7 +27,7 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 # Coefficients of the quintic polynomial of an iteration (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-SMALLEST_NORM = 1e-7  # smallest divisor of an update, as in torch.optim.Muon
+SMALLEST_NORM = 1e-7  # smallest norm that divides an update, as in torch.optim.Muon
 
 
 def is_hidden_shard(shard: ShardSpec) -> bool:
@@ -51,7 +51,7 @@ def newton_schulz(update: Tensor) -> Tensor:
 
 
 def scale(shape: tuple[int, ...], mode: str) -> float:
-    """Returns the factor of an orthogonal update of this shape.
+    """Returns the factor that multiplies an orthogonal update of this shape.
 
     `mode` is `optim.muon_scale`, whose values have the names of torch.optim.Muon. match_rms_adamw
     (Liu et al. 2025 §2.2) makes steps as large as AdamW's usually are.
@@ -246,9 +246,9 @@ class Muon:
 
 
 class MuonByKind:
-    """Makes the updates of experts, and of all other matrices, with a `Muon` for each of the two.
+    """Makes updates orthogonal by one `Muon` for experts and one for all other matrices.
 
-    Matrices of experts and all other matrices are sharded over different ranks.
+    The two kinds of matrices are sharded over different ranks.
 
     Args:
         experts: updates the matrices of experts, which are whole on every rank of edp.

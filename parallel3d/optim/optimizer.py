@@ -79,7 +79,7 @@ class MatrixUpdates(Protocol):
         ...
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
-        """Replaces the updates that the gradients of these segments hold; collective."""
+        """Makes the updates in the gradients of these segments orthogonal, in place; collective."""
         ...
 
 
@@ -90,8 +90,8 @@ class Optimizer:
     second to every rank's start.
 
     Args:
-        muon: with `optim.name=muon`, makes the updates of the matrices that it takes, and AdamW
-            updates all other parameters; None for another optimizer.
+        muon: with `optim.name=muon`, makes the updates of the matrices that it takes, while AdamW
+            steps all other parameters. It is None for other optimizers.
 
     Attributes:
         segments: the trained segments.
@@ -210,7 +210,7 @@ class Optimizer:
 
     @torch.no_grad()
     def start_ema(self) -> None:
-        """Sets the average of the weights to the weights, if `optim.ema_decay` asks for an average.
+        """Starts the average of the weights at the current weights, if `optim.ema_decay` is set.
 
         Frozen weights need none, because they are their own average.
         """
@@ -283,7 +283,7 @@ class Optimizer:
         )
 
     def _nesterov(self, group: FlatGroup, divisor: Tensor | None) -> None:
-        """Updates Muon's momentum, and replaces the gradients by updates to be orthogonalized."""
+        """Updates Muon's momentum, and replaces the gradients by updates to be orthogonalised."""
         beta = self.optim.momentum
         if divisor is not None:
             foreach_div_(group.grads, divisor)

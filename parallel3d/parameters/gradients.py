@@ -50,7 +50,7 @@ def add_or_defer(
 
     Args:
         computed: returns the gradient.
-        add_to: adds the gradient to its argument, the part of a bucket with the weight's shape.
+        add_to: adds the gradient to its argument, the `main_grad` of the weight.
     """
     state, queue = state_of(weight), deferred_queue(weight)
     main_grad = state.main_grad
@@ -74,7 +74,7 @@ def add_or_defer(
 
 
 def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Adds the product gradᵀ·x to `out`, whose dtype is the same or wider.
+    """Adds the product gradᵀ·x to `out`, whose dtype is the same or more precise.
 
     Shapes: `out` (out, in), `grad` (tokens, out), `x` (tokens, in). The product is not rounded if
     the device's GEMM adds half precision to fp32, nor for fp16 on a CPU, where factors are

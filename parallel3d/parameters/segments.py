@@ -25,15 +25,15 @@ class ParameterSpan(NamedTuple):
     numel: int
 
     def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, ParameterSpan]]:
-        """Yields the kind and the span of each run of shards of one kind.
+        """Cuts the span where the kind of the shards changes; yields each part's kind and span.
 
-        A span of a parameter that holds q, k and v may have several runs.
+        A span of a parameter that holds q, k and v may have several parts.
         """
         for kind, first, end in self.spec.by_kind(kind_of, self.start, self.numel):
             yield kind, self._replace(start=self.start + first, numel=end - first)
 
     def by_copies(self, groups: CopyGroups) -> Iterator[tuple[Copies, ParameterSpan]]:
-        """Yields the copies and the span of each run of elements with equal copies."""
+        """Cuts the span where the copies change; yields each part's copies and span."""
         return self.by_kind(partial(groups.of, self.spec))
 
 
@@ -45,7 +45,7 @@ class Segment:
         param: the flat parameters, in the compute dtype.
         grad: their flat gradients, fp32 or better.
         master: flat tensor that the optimizer steps, which is `param` if that is fp32 or better.
-        spans: the parts of parameters of which the three tensors consist, in order.
+        spans: the parts of parameters that make up the three tensors, in order.
         groups: this rank's groups in which other ranks step the same elements.
     """
 
@@ -64,9 +64,9 @@ class Segment:
         return self.spans[0].spec
 
     def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
-        """Yields the kind and the segment, as views, of each run of shards of one kind.
+        """Cuts the segment where the kind of the shards changes; yields each part's kind and views.
 
-        If there is only one run, this segment itself is yielded.
+        If there is only one part, this segment itself is yielded.
         """
         apart = [pair for span in self.spans for pair in span.by_kind(kind_of)]
         runs = [(kind, [span for _, span in run]) for kind, run in groupby(apart, itemgetter(0))]
@@ -81,7 +81,7 @@ class Segment:
             yield kind, replace(self, param=param, grad=grad, master=master, spans=spans)
 
     def by_copies(self) -> Iterator[tuple[Copies, Segment]]:
-        """Yields the copies and the segment of each run of elements with equal copies."""
+        """Cuts the segment where the copies change; yields each part's copies and views."""
         return self.by_kind(partial(self.groups.of, self.spec))
 
 

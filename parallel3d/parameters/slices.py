@@ -61,7 +61,7 @@ def constant_slices(constants: Iterable[Constant]) -> Iterator[ParameterSlice]:
 
 
 def with_averages(slices: Iterable[ParameterSlice]) -> list[ParameterSlice]:
-    """Returns the slices, in which every parameter has an average.
+    """Returns the slices, with an average for every parameter.
 
     The average of a frozen parameter is the parameter itself.
     """

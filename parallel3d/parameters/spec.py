@@ -2,7 +2,7 @@
 
 Full tensors do not depend on the layout: q, k and v are separate, so are gate and up, and the
 vocabulary has no padding. Initialisation, gathering, comparison and resharding read only the specs,
-so a layout changes nothing but the place of the numbers.
+so a layout changes only where the numbers are stored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ShardSpec:
 
 
 Kind = TypeVar("Kind")
-NO_SHARD = ShardSpec("", (), (), ())  # stands for a parameter that only holds padding
+NO_SHARD = ShardSpec("", (), (), ())  # represents a parameter that holds only padding
 
 
 def tp_replicas_of(shard: ShardSpec) -> int:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class PipelineStage(Protocol):
-    """Some consecutive layers of the model; any module can be a stage."""
+    """Consecutive layers of the model; any module can be a stage."""
 
     def parameters(self) -> Iterable[nn.Parameter]: ...
 
@@ -75,9 +75,9 @@ class MicroBatches:
     """
 
     def __init__(self, load: Loader, order: Iterable[int]) -> None:
-        """Takes the function that loads, and the micro-batch number of each forward in order.
+        """Sets the loader, and `order`, the micro-batch numbers of the forwards in their order.
 
-        With several chunks a number occurs once per chunk.
+        With several chunks, each number occurs once per chunk.
         """
         self.load = load
         self.order = deque(order)
@@ -138,7 +138,7 @@ class _Start(torch.autograd.Function):
     """Starts a backward from the tensors `ys` with the gradients in the list `grads`.
 
     The list may be filled after the forward. `torch.autograd.backward(ys, grads)` would do the
-    same, but it imports sympy to compare the shapes, which takes a tenth of a CPU rank's start.
+    same, but it imports sympy to compare shapes, which takes a tenth of a CPU rank's start-up time.
     """
 
     @staticmethod
@@ -203,8 +203,8 @@ class Executor:
             all of them on the device.
         without_backward: number of stages at the beginning of the pipeline with nothing to train.
             Their backwards are empty, and no rank sends or expects gradients for them.
-        turns: runs a forward in turns with the backward after it if this backward is of another
-            micro-batch or chunk. If it is None, all computations run one after the other.
+        turns: lets a forward and the backward after it take turns, if they belong to different
+            micro-batches or chunks. If it is None, all computations run one after the other.
     """
 
     def __init__(
@@ -238,8 +238,8 @@ class Executor:
         self.live: dict[Place, _Live] = {}  # kept from each F to its B or I
         # Deferred weight gradients are kept from each I to its W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
-        self.outbox: dict[Action, Tensor] = {}  # results that wait for their send
-        # Results that one chunk of this rank makes for another one.
+        self.outbox: dict[Action, Tensor] = {}  # results that have not been sent yet
+        # Results of one chunk of this rank that another chunk of this rank will read.
         self.local_handoff: dict[Action, Values] = {}
         # Received messages, from the start of their transfer until a computation reads them.
         self.receiving: dict[Action, PendingTransfer] = {}
@@ -266,7 +266,7 @@ class Executor:
 
         Args:
             program: this rank's part of the pipeline program: computations and groups of messages.
-            load: returns the arguments of a stage for the number of a micro-batch.
+            load: returns a stage's arguments, given the number of a micro-batch.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
             before_last_backward: called just before the last backward that is not empty.
 
@@ -291,7 +291,7 @@ class Executor:
         batches = MicroBatches(load, (step.microbatch for step in computes if step.kind == Kind.F))
         last = next(filter(self._has_gradient, reversed(computes)), None)
         following = iter([*computes[1:], None])
-        done: Action | None = None  # the last backward that ran in turns with a forward
+        done: Action | None = None  # the last backward that took turns with a forward
         for step in program:
             if step is done:
                 next(following)
@@ -323,7 +323,7 @@ class Executor:
         return total
 
     def _in_turns(self, forward: Action, backward: Action | None) -> bool:
-        """Returns whether a forward runs in turns with the backward after it."""
+        """Returns whether a forward takes turns with the backward after it."""
         if self.turns is None or backward is None:
             return False
         return _place(backward) != _place(forward)
@@ -331,7 +331,7 @@ class Executor:
     def _both(
         self, forward: Action, backward: Action, batches: MicroBatches, loss_scale: Tensor | None
     ) -> Tensor | float:
-        """Runs a forward and a backward in turns; the time of both counts as the backward's."""
+        """Lets a forward and a backward take turns; the time of both counts as backward."""
         assert self.turns is not None
         losses: list[Tensor | float] = []
         name = self._name(forward, backward)
@@ -344,7 +344,7 @@ class Executor:
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Turns off timing by kind in a `with` block, because its computations interleave."""
+        """Stops timing by kind in a `with` block, because its computations are interleaved."""
         self.counts_kinds = False
         try:
             yield
@@ -358,7 +358,7 @@ class Executor:
     def _takes_gradient(self, stage: int) -> bool:
         """Returns whether a stage has a backward that is not empty.
 
-        Such a stage receives the gradient of its outputs; the last stage makes it from its loss.
+        Such a stage receives the gradient of its outputs; the last stage computes it from its loss.
         """
         return stage >= self.without_backward
 
@@ -367,7 +367,7 @@ class Executor:
         return step.kind in (Kind.B, Kind.I) and self._takes_gradient(self._stage(step))
 
     def _is_sent(self, action: Action) -> bool:
-        """Returns whether a message of the program is really sent.
+        """Returns whether a message of the program is actually sent.
 
         Gradients for a stage whose backward is empty are not sent.
         """
@@ -403,7 +403,7 @@ class Executor:
     def _wait(self, transfer: PendingTransfer) -> None:
         """Waits for a transfer.
 
-        The time beyond the baseline latency counts as idle, because the peer was late.
+        Time beyond the baseline latency counts as idle, because the peer was late.
         """
         self.step_timer.push("pp", self._name(transfer.action, waits=True))
         transfer.work.wait()
@@ -572,7 +572,7 @@ def _differentiate(live: _Live, grads: Values) -> None:
 
 def _run_deferred(queue: list[DeferredGradient]) -> None:
     queue.reverse()
-    while queue:  # each element is popped so that its operands are freed after its computation
+    while queue:  # popping an element frees its operands right after its computation
         queue.pop()()
 
 

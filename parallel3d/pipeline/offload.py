@@ -59,7 +59,7 @@ class HostSlabs:
         return torch.empty(SLAB_BYTES, dtype=torch.uint8, device=self.place, pin_memory=self.pinned)
 
     def give(self, slabs: list[Tensor]) -> None:
-        """Takes back slabs whose last copy is queued, and empties the list `slabs`."""
+        """Takes back slabs whose last copy has been queued, and empties the list `slabs`."""
         self.free += slabs
         slabs.clear()
 
@@ -156,7 +156,7 @@ class ActivationOffload:
 
         Args:
             place: micro-batch and chunk of the forward.
-            turns: whether the backward of `place` is the next action. Then the last layer is not
+            turns: whether the backward of `place` is the next action. If so, the last layer is not
                 offloaded.
         """
         self.place = place
@@ -176,7 +176,7 @@ class ActivationOffload:
             module: the layer.
             shared: tensors that other layers read too, or tuples and objects that hold such
                 tensors. They are not offloaded.
-            stays: whether the layer is not offloaded.
+            stays: whether the layer's tensors stay on the device.
             is_last: whether this is the stage's last layer, whose backward comes first.
         """
         if self.place is None or stays or (is_last and self.turns):
@@ -190,7 +190,7 @@ class ActivationOffload:
             storage = tensor.untyped_storage()
             if storage.nbytes() < OFFLOADED_BYTES or tensor.device != self.device:
                 return tensor
-            if not resident:  # not before the block, because FSDP2 gathers parameters in it
+            if not resident:  # not earlier, because FSDP2 gathers parameters inside the block
                 tensors = (*module.parameters(), *_tensors_of(shared))
                 resident.update(storage_address(t.untyped_storage()) for t in tensors)
             address = storage_address(storage)

@@ -43,7 +43,7 @@ class StageOutputs:
 
     Attributes:
         shapes: the shapes of the output tensors.
-        dtype: the dtype that all of them have.
+        dtype: the dtype of all output tensors.
         slices: a group whose members hold equal outputs. Each member sends one slice of the
             message, and the next stage all-gathers the slices (Megatron-LM's
             scatter_gather_tensors_in_pipeline).
@@ -78,7 +78,7 @@ class StageOutputs:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def message(self, values: Values) -> Tensor:
-        """Packs the tensors into a message, of which only this rank's slice is returned."""
+        """Packs the tensors into a message, and returns this rank's slice of it."""
         whole = values[0].contiguous()
         if len(values) > 1:
             whole = torch.cat([value.reshape(-1) for value in values])
@@ -121,7 +121,7 @@ class P2PRoute:
     """The communicators, peers and tags of one rank's messages.
 
     Attributes:
-        backward: a second communicator, for gradients, or None to send them over that of `group`.
+        backward: a group with a second communicator, for gradients, or None to use `group` for all.
     """
 
     group: Group
@@ -303,7 +303,7 @@ class SharedP2P:
         return pending
 
     def take(self, pending: PendingReceive) -> None:
-        """Waits for the next message of the link and copies it into the receive's tensor."""
+        """Waits for the link's next message and copies it into the tensor of `pending`."""
         self._wait(pending.peer, FILLED)
         pending.tensor.copy_(self._next_slot(pending.link, self.taken, pending.tensor))
         self.memory.post(pending.peer, FREE)

@@ -49,9 +49,9 @@ def add_communication(
     computation that reads it. This is correct for orders that read messages in the order in which
     they are sent. With an `assignment`, a receive is placed by the time at which its message is
     made if all ranks' layers take equal time: a message made at time t comes on both ranks before
-    the first action that starts at t or later. Thus all actions and messages fit into one order of
-    time. Ranks that follow this order never wait in a circle, and both ends of a link have their
-    messages in the same order, so every order that can run also runs with its messages.
+    the first action that starts at t or later. Thus all actions and messages follow one global
+    order. Ranks that follow it never wait in a circle, and both ends of a link have their messages
+    in the same order, so every compute order that can run also runs with its messages.
 
     `count` is the number of micro-batches, by default the highest number in the orders + 1.
 
@@ -160,10 +160,10 @@ _NEVER: _Arrival = float("inf"), Action(Kind.F, 0)
 def peak_unread(program: Sequence[Sequence[Step]], assignment: StageAssignment) -> dict[Pair, int]:
     """Returns (sender, receiver) → the largest number of receives that are posted but not yet read.
 
-    A transport needs no more slots per pair if its receiver frees all slots up to a message when a
-    computation reads this message. With so many slots a sound program never waits where it would
-    not wait without buffers, provided that each of its groups has at most one send, which comes
-    first.
+    This is also the number of slots per pair that a transport needs: a sound program then waits
+    nowhere that it would not wait without buffers. There are two conditions. Reading a message
+    frees its slot and the slots of all earlier messages, and a group has at most one send, which
+    comes first.
     """
     peaks: dict[Pair, int] = {}
     for rank, steps in enumerate(program):

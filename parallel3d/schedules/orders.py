@@ -96,7 +96,7 @@ def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
 def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
     """Orders warm-up forwards, then forwards and backwards in turn, then the remaining backwards.
 
-    A rank holds at most ranks - rank micro-batches, which keep it busy until its first gradient
+    A rank holds at most `ranks` - rank micro-batches, which keep it busy until its first gradient
     arrives.
     """
     forwards, backwards = (actions_of(kind, 0, microbatches) for kind in (Kind.F, Kind.B))
@@ -107,9 +107,9 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
     """Returns the orders of 1F1B over several chunks per rank.
 
     A group of micro-batches passes through a chunk before any of them enters the rank's next chunk.
-    The groups have `ranks` micro-batches each if `ranks` divides the number of micro-batches. If
-    not, they are as even as possible, with up to twice as many. Fewer micro-batches than ranks form
-    one group. The warm-up lasts until the first group has reached the last stage and its first
+    The groups have `ranks` micro-batches each if `ranks` divides the number of micro-batches.
+    Otherwise they are as even as possible, and up to twice as large. Fewer micro-batches than ranks
+    form one group. The warm-up lasts until the first group has reached the last stage and its first
     gradient has come back.
     """
     groups = _groups(ranks, microbatches)
@@ -128,8 +128,8 @@ def interleaved_zero_bubble(
     Only the gradients of inputs have to travel back before a rank can continue, so the warm-up
     counts a rank's distance from the last rank once instead of twice. Rank r postpones weight
     gradients by r places, so that the last r of them fill idle time at the end. With groups of
-    `ranks` micro-batches a rank holds no more than 1F1B's first rank. Larger groups, given by
-    `group`, hold more activations and are faster where hops are slow; None means `ranks`.
+    `ranks` micro-batches, no rank holds more activations than 1F1B's first rank. Larger groups,
+    given by `group`, hold more and are faster where hops are slow; None means `ranks`.
     """
     groups = _groups(group or ranks, microbatches)
     forwards, inputs, weights = (
@@ -144,8 +144,8 @@ def interleaved_zero_bubble(
         order += chain.from_iterable(
             zip(forwards[warmup + late :], inputs[late:], weights, strict=False)
         )
-        # No forward is left. The first `rank` input gradients have no weight gradient with them;
-        # each of the following ones has one.
+        # No forward is left. The first `rank` input gradients come without a weight gradient; each
+        # later one is followed by one.
         done = len(forwards) - warmup
         early = inputs[done:rank]
         order += early
@@ -158,8 +158,8 @@ def interleaved_zero_bubble(
 def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
     """Returns the orders of ZB-V, in which each rank has two chunks and the stages form a V.
 
-    In the steady state no rank is idle if F, I and W take equal time. Fewer than 2 · ranks - 1
-    micro-batches take the order of 2 · ranks - 1 without the missing ones.
+    In the steady state no rank is idle if F, I and W take equal time. With fewer than
+    2 · `ranks` - 1 micro-batches, the order is that of 2 · `ranks` - 1 without the missing ones.
     """
     return [
         [step for step in _zbv_rank(ranks, rank, microbatches) if step.microbatch < microbatches]
@@ -170,9 +170,9 @@ def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
 def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
     """Returns the order of one rank.
 
-    In its pattern "F0" stands for the next forward of chunk 0, and so on.
+    In `pattern`, "F0" stands for the next forward of chunk 0, and so on.
     """
-    # Number of rounds beyond those of the shortest step.
+    # Number of rounds beyond those of the shortest step, which has 2 · ranks - 1 micro-batches.
     steady = max(2 * ranks - 1, microbatches) - (2 * ranks - 1)
     below = ranks - rank
     pattern = (

@@ -75,7 +75,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Returns the schedule `name` on `ranks` ranks with `chunks` chunks each.
 
     Raises:
-        UserError: the name is not in NAMED_SCHEDULES, or the schedule cannot have so many chunks.
+        UserError: the name is not in NAMED_SCHEDULES, or does not allow this number of chunks.
         ValueError: there is fewer than one rank, chunk or micro-batch.
     """
     if microbatches < 1:
@@ -105,7 +105,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def check_vpp(name: str, chunks: int) -> None:
-    """Raises UserError unless the schedule `name` can have so many chunks per rank."""
+    """Raises UserError unless the schedule `name` allows this number of chunks per rank."""
     if name in V_SHAPED and chunks != 2:
         raise UserError(
             f"schedule={name} lays two chunks of each rank out as a V, so vpp={chunks} must be 2; "
@@ -122,11 +122,11 @@ def check_vpp(name: str, chunks: int) -> None:
 # V-Half (Qi et al. 2024, arXiv:2405.15362). If F, I and W take one unit of time each, a rank of two
 # chunks computes for six units per micro-batch. If the six actions of one micro-batch start at
 # times that differ modulo six on every rank, the other micro-batches can follow at intervals of six
-# units without idle time. A rank then holds a chunk's activations of lifetime / 6 micro-batches. On
-# two and three ranks every such pattern holds at least 3/4 and 2/3 of 1F1B's peak; a longer period,
-# with idle units, comes down to about one half.
+# units without idle time. If a chunk's activations live for n units, a rank holds those of n / 6
+# micro-batches. On two and three ranks every such pattern holds at least 3/4 and 2/3 of 1F1B's
+# peak; a longer period, with idle units, reduces this to about one half.
 FULL = 6  # units between two micro-batches if no rank is idle
-HALF = 0.6  # the largest peak that is accepted, as a fraction of 1F1B's
+HALF = 0.6  # largest accepted peak, as a fraction of 1F1B's peak
 # Units from one stage to the next, in the forward down and up the V and in the backward down and
 # up. Passes in opposite directions would collide unless the sum of their paces shares a divisor
 # with the period.

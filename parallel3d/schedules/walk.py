@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
 from parallel3d.schedules.orders import StageAssignment
 
-_ENDED = 1 << 60  # larger than any position that a rank's walk yields
+_ENDED = 1 << 60  # larger than any index that a rank's walk yields
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of all ranks, those of each rank in order of time."""
+    """The spans of each rank, in order of time."""
 
     spans: tuple[tuple[Span, ...], ...]
 
@@ -133,7 +133,7 @@ class Wait(NamedTuple):
 
 @dataclass
 class Walk:
-    """The findings of a walk.
+    """The results of walking through a program.
 
     Attributes:
         starts, ends: for each rank, the start and end of each compute action in seconds. They are
@@ -175,7 +175,7 @@ class Walk:
     def deadlock(self) -> str:
         """Describes a deadlock by following the waits from rank to rank.
 
-        The path begins at the first waiting rank and ends when it comes to a rank again.
+        The path begins at the first waiting rank and ends when it reaches a rank a second time.
         """
         path: list[int] = []
         rank: int | None = min(self.waits)
@@ -311,7 +311,7 @@ class _Walker:
     """The state of a walk.
 
     Attributes:
-        done: (kind, stage) → the time of each micro-batch; a B is noted as I and as W.
+        done: (kind, stage) → the time of each micro-batch; a B is recorded as I and as W.
         whole: number of whole backwards (B), each of which makes two results.
         groups: number of groups of messages that have ended.
         found: the findings so far.
@@ -338,7 +338,7 @@ class _Walker:
         )
 
     def rank(self, rank: int) -> Iterator[int]:
-        """Walks one rank through its steps, and yields its place in them while it waits."""
+        """Walks one rank through its steps, and yields the index of a step that has to wait."""
         computes, messages = self.rules(rank)
         begin, end = self.found.starts[rank].append, self.found.ends[rank].append
         timed, now = not self.blocks, 0.0

@@ -1,5 +1,4 @@
-"""Runs attention on the simulated device as one forward and one backward kernel, like flash
-attention."""
+"""Runs attention on the simulated device as one kernel per pass, like flash attention."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """Marks a place in a stream. Its time is the host's clock when `record` was called."""
+    """Marks a place in a stream, with the time of the host's clock at the call of `record`."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False

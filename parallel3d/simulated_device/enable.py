@@ -46,7 +46,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
 
 
 def _whole_factories() -> torch.library.Library:
-    """Implements the factory functions that PyTorch would run by resizing an empty tensor."""
+    """Implements the factory functions that in PyTorch resize an empty tensor."""
     library = torch.library.Library("aten", "IMPL")
     for name in FACTORIES:
         packet, _, overload = name.partition(".")
@@ -56,7 +56,7 @@ def _whole_factories() -> torch.library.Library:
 
 
 def _make_tensors_by_a_copy() -> None:
-    """Replaces `torch.tensor`, which would copy to the device without the Python dispatcher."""
+    """Replaces `torch.tensor`, whose copy to the device would bypass the Python dispatcher."""
     plain = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:

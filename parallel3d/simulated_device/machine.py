@@ -88,8 +88,8 @@ class StorageMemory:
     Attributes:
         used_on: streams that were passed to `record_stream`.
         label: name that an observer gave to the memory; None if none did.
-        is_allocated: False inside the fused kernel that requests the memory, which stands for
-            registers there.
+        is_allocated: False inside the fused kernel that requests the memory, where the memory
+            represents registers.
     """
 
     memory: AllocatorBlock
@@ -151,12 +151,12 @@ class FusedKernel:
             self.writes[use.block, use.where] = use
 
     def kernel(self, name: str, stream: int) -> Kernel:
-        """Returns one kernel for all of them, without writes to memory that is already freed."""
+        """Returns the collected kernels as one, without writes to memory that is already freed."""
         writes = [use for use in self.writes.values() if not use.block.is_freed]
         return Kernel(name, stream, list(self.reads.values()), writes)
 
 
-FRAMES = 6  # number of frames of a reported stack
+FRAMES = 6  # number of frames in a reported stack
 
 
 class Race(RuntimeError):
@@ -224,8 +224,8 @@ class Races:
     """Finds unordered accesses to the same memory from two streams; `launch` raises Race.
 
     It uses PyTorch's stream sanitizer (`torch.cuda._sanitizer`), which keeps a vector clock for
-    each stream, and the last write and the reads since then for each piece of memory. Here such a
-    piece is a range of bytes and not an address, so that a bucket and a view in its middle overlap.
+    each stream, and the last write and the reads since then for each piece of memory. Here a piece
+    is a range of bytes, not an address, so that a bucket and a view into its middle overlap.
     A reused block keeps its accesses, since a caching allocator reuses it without a wait.
 
     Streams and events are numbers; stream 0 is the first device's default stream.
@@ -518,8 +518,7 @@ class SimulatedMachine:
             observer.allocated(block)
 
     def resized(self, storage: Any) -> None:
-        """Frees or allocates the memory of a resized storage (FSDP2 frees parameters in this
-        way)."""
+        """Frees or allocates the memory of a resized storage, as when FSDP2 frees parameters."""
         owner = getattr(storage, "owner", None)
         if owner is None or owner.block.nbytes == _rounded(storage.nbytes()):
             return
@@ -575,8 +574,10 @@ class SimulatedMachine:
 
     @contextmanager
     def fused_kernel(self, name: str) -> Iterator[None]:
-        """Counts all operators inside as one kernel, whose intermediate values stay in registers
-        and use no memory."""
+        """Counts the operators in a `with` block as one kernel.
+
+        Intermediate values stay in registers and use no memory.
+        """
         if self.thread.fused is not None:
             yield
             return

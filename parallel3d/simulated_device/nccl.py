@@ -43,7 +43,7 @@ from parallel3d.simulated_device.machine import extent
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, poison
 
 JOIN_S = 10.0
-HEADER = 400  # bytes of the text that is sent before an operation's data
+HEADER = 400  # size in bytes of the text that is sent before an operation's data
 # A Run takes a flat copy of the inputs, and returns the values of the outputs.
 Run = Callable[[Tensor], Sequence[Tensor]]
 
@@ -458,7 +458,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     # --- operations ----------------------------------------------------------------------------
 
     def _check(self, name: str, tensors: Sequence[Tensor]) -> list[SimulatedTensor]:
-        """Returns the tensors. Raises the errors of NCCL for tensors that it rejects."""
+        """Returns the tensors, or raises NCCL's errors for tensors that NCCL rejects."""
         checked = []
         for t in tensors:
             if not isinstance(t, SimulatedTensor):
@@ -510,7 +510,7 @@ class SimulatedNCCL(dist.ProcessGroup):
             poison(t.data_)
 
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
-        """Raises RuntimeError if `part` overlaps with `whole`, but not at the rank's own place."""
+        """Raises RuntimeError if `part` overlaps `whole` outside of this rank's part of it."""
         if not (isinstance(whole, SimulatedTensor) and isinstance(part, SimulatedTensor)):
             return  # `_check` rejects other tensors
         if storage_address(whole.untyped_storage()) != storage_address(part.untyped_storage()):
@@ -583,7 +583,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         shape, count = output.shape, len(given)
 
         def run(sent: Tensor) -> Sequence[Tensor]:
-            """Exchanges rows, as many as the sizes say; empty sizes divide the rows equally."""
+            """Exchanges the numbers of rows in the sizes; empty sizes divide the rows equally."""
             rows = sent.view(torch.uint8).view(count, -1) if sent.numel() else sent
             got = torch.empty(shape, dtype=sent.dtype)
             taken = got.view(-1).view(torch.uint8).view(len(got), -1) if got.numel() else got
@@ -643,7 +643,7 @@ def register() -> None:
             return plain(operations)
         with nullcontext() if group.wire is None else group.wire.batch():
             works = plain(operations)
-        return [BatchWork(works)]  # NCCL returns one handle, too
+        return [BatchWork(works)]  # NCCL also returns a single handle
 
     dist.batch_isend_irecv = batched  # type: ignore[assignment]
     dist.distributed_c10d.batch_isend_irecv = batched  # type: ignore[assignment]

@@ -89,7 +89,7 @@ class SimulatedTensor(torch.Tensor):
         return self.data_.untyped_storage()
 
     def data_ptr(self) -> int:
-        """Returns the data's address; on meta, a number that is equal for tensors at one place."""
+        """Returns the data's address; meta tensors in the same place return the same number."""
         if self.data_.device.type != "meta":
             return self.data_.data_ptr()
         offset = self.data_.storage_offset() * self.data_.itemsize
@@ -535,7 +535,7 @@ def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> in
 
 
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
-    """Returns the bytes that an operator uses of each argument that it uses only in part.
+    """Returns, for each argument that an operator uses only in part, the bytes that it uses.
 
     Lookups read some rows of a table, and indexed additions change some.
     """
@@ -547,6 +547,6 @@ def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[s
     return {}
 
 
-# Names of the arguments with the table of a lookup, and with the added rows of an addition.
+# Names of the argument that holds a lookup's table, and of the one that holds the added rows.
 _LOOKUPS = {"embedding": "weight", "index_select": "self", "gather": "self"}
 _ADDITIONS = {"index_add_": "source", "scatter_add_": "src"}
