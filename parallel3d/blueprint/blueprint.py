@@ -47,19 +47,19 @@ from parallel3d.schedules.walk import RankWork
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """The settings of a run's pipeline, from which its schedules follow.
+    """Settings of a run's pipeline that determine its schedules.
 
     Attributes:
         name, file: `schedule.name` and `schedule.file`.
         ranks: number of ranks in the pipeline.
         chunks: number of stages on each rank.
         microbatches: number of micro-batches that a rank runs in a step with the full global batch.
-        earlier: these numbers for earlier steps, in which the global batch is smaller
+        earlier: `microbatches` of earlier steps with a smaller global batch
             (`train.batch_schedule`).
         work, memory: the costs of actions and the memory limit for schedule=auto.
         whole_backwards: whether backwards must not be split, because FSDP2 reduces gradients during
             the backward.
-        overlaps: whether a forward runs during the backward of the micro-batch before it
+        overlaps: whether a forward runs during the backward of the previous micro-batch
             (`moe.overlap`).
     """
 
@@ -95,8 +95,8 @@ class PipelineSettings:
     def schedule(self, microbatches: int | None = None) -> Schedule:
         """Returns the schedule for `microbatches` micro-batches.
 
-        If `microbatches` is None, the number of the run is used. Raises UserError if there is no
-        such schedule (see `choose.wanted`).
+        If `microbatches` is None, the run's number is used. Raises UserError if there is no such
+        schedule (see `choose.wanted`).
         """
         count = self.microbatches if microbatches is None else microbatches
         found = wanted(self.name, self.ranks, count, self.chunks, self.file, self.work, self.memory)
@@ -142,7 +142,7 @@ class StageBlueprint:
 
     @property
     def backward(self) -> StageBlueprint:
-        """The stage without the layers that have no backward and so keep no activations."""
+        """The stage with only those layers that have a backward and therefore keep activations."""
         few = self.without_backward
         if not few:
             return self
@@ -162,7 +162,7 @@ class LayerSettings:
     Attributes:
         sp: whether sequence parallelism is on.
         recompute: parts of a layer that the backward repeats (`models/recompute.py`).
-        chunks: number of pieces in which sequence parallelism communicates.
+        chunks: number of pieces into which sequence parallelism splits its communication.
         mlp_chunks: number of pieces in which a recomputed MLP runs.
         gather_qk: whether q and k are gathered over tp (`Attention.project`).
         cp_style: how attention reads the keys of other context-parallel ranks.
@@ -198,7 +198,7 @@ class LayerSettings:
 
 @dataclass(frozen=True)
 class DataParallelSettings:
-    """Settings by which ranks with equal parameters share gradients and optimizer states.
+    """Settings of gradients and optimizer states that ranks with equal parameters share.
 
     Attributes:
         zero: ZeRO stage.
@@ -236,12 +236,12 @@ class Blueprint:
             () if all layers are recomputed.
         offload_layers: number of offloaded layers of each stage, one number for all stages, or ()
             if no layers are offloaded.
-        slices: `schedule.slices`, or None, which stands for true on accelerators only.
+        slices: `schedule.slices`; None means true on accelerators and false elsewhere.
         local_seq_length: tokens of a sample on a context-parallel rank, before sp divides them.
-        device: the key `device`; all values but "cpu" stand for a GPU.
+        device: the key `device`; all values except "cpu" mean a GPU.
         compiles: whether the forward and backward of the layers are compiled.
         noise_scale: whether a step estimates the noise of its gradients.
-        load: number of rows of a rank's experts divided by the mean over all ranks. A value
+        load: number of rows of a rank's experts, divided by the mean over all ranks. A value
             above 1 describes the fullest rank (`ops.ExpertWidths`).
     """
 

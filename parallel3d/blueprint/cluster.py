@@ -41,11 +41,11 @@ class LinkClass(IntEnum):
 
 @dataclass(frozen=True)
 class Link:
-    """One GPU's share of a link class, in each direction.
+    """Bandwidth and latency of one GPU on a class of links.
 
     `gb_per_s` is the datasheet's rate in one direction, which is half of NVIDIA's figure for NVLink
-    (450 for an H100's 900 GB/s) and an eighth of a NIC's Gb/s. The cost model knows which fraction
-    of this rate is achieved.
+    (450 for an H100's 900 GB/s) and an eighth of a NIC's Gb/s. `estimate.fitted_cost` has the
+    fraction of this rate that is achieved.
     """
 
     gb_per_s: float  # 1e9 bytes per second
@@ -64,7 +64,7 @@ class Cluster:
     `node_gpus`, `node_domain` and `node_unit` have an entry per node and describe uneven nodes; if
     they are empty, they follow from the sizes. A domain in `node_domain` consists of whole nodes.
     `local_rail` and `local_domain` give the rail and the domain of each GPU of a node, if these do
-    not follow the rules above. `origin` says in words where the description comes from.
+    not follow the rules above. `origin` is a phrase that names the source of the description.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Cluster:
 
     @cached_property
     def domain(self) -> Slots:
-        """(size,): the NVLink domain of each slot; numbers need not be adjacent."""
+        """(size,): the NVLink domain of each slot; the numbers need not be consecutive."""
         if self.node_domain:
             return np.asarray(self.node_domain, dtype=np.int64)[self.node]
         if self.local_domain:
@@ -252,10 +252,10 @@ USUAL_NODE = 8  # GPUs per node if neither the configuration nor the ranks deter
 def cluster_from_config(config: ClusterConfig, world_size: int | None = None) -> Cluster:
     """Returns the cluster of the configured sizes, with enough GPUs for `world_size` ranks.
 
-    A key that is null has a default. There are as many `nodes` as the ranks need, or as one domain
-    needs if `world_size` is None, but only one if `gpus_per_node` is null too. `gpus_per_node`
-    spreads the ranks evenly over the nodes, or is 8 if `world_size` is None. A domain is a node, a
-    node has one rail per GPU, and a unit has all nodes. The last domain and unit may be smaller.
+    Keys that are null have these defaults. `nodes` is as many as the ranks need, or as one domain
+    needs if `world_size` is None, but 1 if `gpus_per_node` is null too. `gpus_per_node` spreads the
+    ranks evenly over the nodes, or is 8 if `world_size` is None. A domain is a node, a node has one
+    rail per GPU, and all nodes are one unit. The last domain and unit may be smaller.
 
     Raises UserError for sizes that contradict each other, or fewer GPUs than ranks.
     """
@@ -283,10 +283,10 @@ def cluster_of(
     names: Sequence[str] = (),
     **own: Any,
 ) -> Cluster:
-    """Returns a cluster of nodes with `gpus` GPUs, and the configured speeds and sizes.
+    """Returns a cluster of nodes with `gpus` GPUs each and the configured speeds and sizes.
 
-    `own` are discovered fields of `Cluster`, which override the configured ones. Raises UserError
-    for domains or rails that do not fit the nodes.
+    `own`: discovered fields of `Cluster`, which override the configured ones. Raises UserError for
+    domains or rails that do not fit the nodes.
     """
     sizes = {"domain_gpus": config.domain_gpus or gpus, "rails": config.rails or gpus} | own
     _check_domain(sizes["domain_gpus"], gpus)

@@ -1,5 +1,4 @@
-"""Counts the tokens sent by the two ways of reaching experts on other ranks, and chooses between
-them."""
+"""Counts the tokens that `gather` and `all_to_all` send to experts, and chooses one of the two."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def share_sent(experts: Any, chosen: Any, ep: Any) -> Any:
     """Returns the probability that a token has an expert on a given rank: 1 − C(E−E/ep, k)/C(E, k).
 
     This assumes that experts are chosen at random. The choices of trained routers are correlated,
-    so fewer tokens are sent. The arguments are whole numbers, or numpy arrays of such numbers.
+    so fewer tokens are sent. The arguments are integers, or numpy arrays of integers.
     """
     if any(isinstance(of, np.ndarray) for of in (experts, chosen, ep)):
         return np.vectorize(_share_sent, otypes=[float])(experts, chosen, ep)

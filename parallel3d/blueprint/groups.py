@@ -12,13 +12,13 @@ from parallel3d.blueprint.cluster import Cluster
 from parallel3d.blueprint.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 
-# Further groups, with the dimensions along which their members lie, the fastest first.
+# Further groups → the dimensions along which their members lie, the fastest first.
 GROUPED = {"world": DIMENSIONS, "embedding": ("pp",), "dp_cp": ("cp", "dp")}
 Matrix = npt.NDArray[np.int64]  # (groups, members)
 
 
 def members(layout: Layout, dim: str) -> Matrix:
-    """Returns the ranks of every group of `dim`, (groups, n), in the order of the group.
+    """Returns the ranks of every group of `dim`, (groups, n), in their order inside the group.
 
     `dim` is tp, cp, dp, pp, `dp_cp` (gradients), `ep` (experts), `edp` (gradients of experts),
     `embedding` (first and last stage) or `world` (loss and gradient norm). Raises ValueError for
@@ -51,9 +51,9 @@ def _along(layout: Layout, along: tuple[str, ...]) -> Matrix:
 def levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
     """Returns the positions of each group's members, sorted by domain, (groups, outer, inner).
 
-    `groups` are slots. The members in a domain, `inner` of them, are in the order of their leaf
-    switches, and the j-th members of all domains form an outer group. The result is None
-    unless every group has the same number of members, more than 1, in each of several domains.
+    `groups` are slots. The `inner` members in a domain are in the order of their leaf switches, and
+    the j-th members of all domains form an outer group. The result is None unless every group has
+    the same number of members, more than 1, in each of several domains.
     """
     domain, size = cluster.domain[groups], groups.shape[1]
     inner = int((domain[0] == domain[0, 0]).sum())

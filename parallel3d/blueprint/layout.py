@@ -37,8 +37,8 @@ class Layout:
 
     Attributes:
         ep: expert-parallel size. The ranks of a pipeline stage, ascending, are cut into runs of ep
-            ranks (groups "ep"). Ranks at equal places of the runs hold the same experts (groups
-            "edp"). 0 stands for a model without experts, which has no such groups.
+            ranks (groups "ep"). Ranks at the same position in their runs hold the same experts
+            (groups "edp"). 0 means a model without experts, which has no such groups.
         order: names of the dimensions, the fastest first.
         loops: how often a pipeline's stages loop over its ranks (`Blueprint.looped_layout`); with
             more than one loop the last rank sends to the first.
@@ -137,7 +137,7 @@ class Layout:
         return self._spread(base, dims)
 
     def groups(self, *dims: str) -> list[list[int]]:
-        """Returns every group along `dims`, ordered by first rank; "dp_cp" stands for dp and cp."""
+        """Returns every group along `dims`, ordered by first rank; "dp_cp" means dp and cp."""
         if dims in (("ep",), ("edp",)):
             stages = self.groups("tp", "cp", "dp")
             if dims == ("ep",):

@@ -27,8 +27,8 @@ class NormCost(NamedTuple):
     """One norm of the hidden states.
 
     Attributes:
-        keeps: number of tensors of its input's size that stay until the backward.
-        statistics: number of fp32 values per token that also stay until the backward.
+        keeps: number of tensors of the input's size that are kept until the backward.
+        statistics: number of fp32 values per token that are also kept until the backward.
         forward, backward: number of kernel launches in each direction.
         is_fused: whether one kernel both sums the residual stream and normalises it, in the forward
             and in the backward.
@@ -69,8 +69,8 @@ class ExpertWidths(NamedTuple):
         aux: 1 if the balancing loss is used, else 0.
         z: 1 if the z-loss is used, else 0.
         is_grouped: whether one kernel multiplies the rows of all experts (`device.grouped`).
-        load: number of rows of this rank's experts, divided by the number that it would be if all
-            experts were chosen equally often.
+        load: number of rows of this rank's experts, divided by their number if all experts were
+            chosen equally often.
     """
 
     experts: Number
@@ -112,8 +112,8 @@ class Widths(NamedTuple):
     """Sizes of a layer on one tensor-parallel rank, in elements per token; flags are 0 or 1."""
 
     hidden: Number
-    queries: Number  # size of the rank's query heads together
-    keys: Number  # size of the rank's key heads together
+    queries: Number  # total size of the rank's query heads
+    keys: Number  # total size of the rank's key heads
     heads: Number  # query heads
     key_heads: Number
     ffn: Number
@@ -158,7 +158,7 @@ class LayerKind(NamedTuple):
 def widths(
     model: ModelConfig, tp: int = 1, sp: bool = False, kind: LayerKind | None = None
 ) -> Widths:
-    """Returns the sizes, on each of `tp` ranks, of a layer with an MLP.
+    """Returns the sizes of a layer with an MLP on each of `tp` ranks.
 
     The layer has the attention of `kind`, or of the model's first layer if `kind` is None. With
     fewer key-value heads than ranks, each head is on several ranks.
@@ -248,8 +248,8 @@ class Op(NamedTuple):
         kind: gemm, attention, norm or elementwise.
         inputs, outputs: number of elements per token that it reads and writes; for a GEMM, k and n.
         parts: the parts of `recompute` that repeat the operation in the backward.
-        keeps: number of elements per token that stay until the backward.
-        statistics: number of fp32 values per token that also stay until the backward.
+        keeps: number of elements per token that are kept until the backward.
+        statistics: number of fp32 values per token that are also kept until the backward.
         forward, backward: number of kernel launches other than GEMMs and attention.
         split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs); "" for neither.
         bias: 1 if a GEMM has a bias, else 0.
@@ -259,8 +259,8 @@ class Op(NamedTuple):
         calls: number of launches of a GEMM in each direction.
         inside, inside_backward: number of elements per token of temporary tensors inside its
             forward, and inside its backward.
-        operands: number of elements per token that stay for a deferred weight gradient, or None if
-            they are the elements of the input and of the output's gradient.
+        operands: number of elements per token that are kept for a deferred weight gradient, or None
+            if they are the input and the output's gradient.
         window: for attention, number of keys that a query sees, or None for all up to its own.
     """
 
@@ -416,10 +416,10 @@ def _experts(
     before = mlp if apart else last
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
-    # The choices, and the order of rows by expert and by token, are integers of 8 bytes: two fp32
-    # values each.
+    # The choices, and the order of rows by expert and by token, are integers of 8 bytes. Each
+    # counts as two fp32 values.
     choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
-    # These launches include the sums for the balance, and the order of rows.
+    # These launches also sum up the balance and order the rows.
     choosing = x.choosing + 4 + x.aux + 10
     if x.way == ALL_TO_ALL:
         choice += 2 * read + 2 * own * x.ep
@@ -590,8 +590,7 @@ def layer_costs(model: ModelConfig) -> tuple[float, ...]:
 
 
 def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
-    """Returns the number of elements, and of fp32 statistics, per token that these operations keep
-    until the backward."""
+    """Returns the (elements, fp32 statistics) per token that `ops` keep until the backward."""
     return sum(op.keeps for op in ops), sum(op.statistics for op in ops)
 
 
@@ -661,13 +660,12 @@ ALL_TRAINED = TrainedShares()
 # Conventions of the MFU:
 #
 # * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
-#   and token. Norms, softmax, activations, embedding look-ups and the optimizer
-#   do not count.
+#   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not count.
 # * A frozen weight has no gradient, so it counts 4 per token, and 2 in layers before the first
 #   trained weight.
 # * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
-#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan. This holds with document
-#   masks too. Attention through a window counts only the keys that are seen.
+#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
+#   Attention through a window counts only the keys that are seen.
 # * Recomputation never counts: this is model (MFU), not hardware (HFU) utilisation.
 # * Experts count only for the tokens that use them; the router counts for all tokens.
 # * The output head counts `vocab_size` columns, without padding.

@@ -16,16 +16,16 @@ TABLES = (WORD_TABLE, TABLE)
 
 
 class LocalParameter(NamedTuple):
-    """A parameter as one rank holds it.
+    """The part of a parameter that one rank holds.
 
     Attributes:
         numel: number of elements.
         replicated: whether every tp rank holds the whole parameter. Under sequence parallelism a
             rank then has only the gradient of its own tokens.
         columns: number of columns of a matrix; 1 for a vector.
-        shared: number of elements, at the end, whose gradients are summed over several tp ranks:
-            key-value heads that are on several ranks, and norms of heads, since each rank has its
-            own heads.
+        shared: number of elements, at the parameter's end, whose gradients are summed over several
+            tp ranks: key-value heads that are on several ranks, and norms of heads, since each rank
+            has different heads.
         owners: number of sets of ranks with different shared elements.
         tied: whether it is the weight of both embedding and head.
         expert: whether it holds experts, whose gradients are summed over edp.
@@ -53,7 +53,7 @@ def stage_parameters(
     borrows_table: bool = False,
     ep: int = 1,
 ) -> list[LocalParameter]:
-    """Lists the parameters that a rank holds of a stage, including vocabulary padding.
+    """Lists a rank's parameters of one stage, including vocabulary padding.
 
     The stage has `layers`, the embedding if `first`, and the head if `last`. The order is that of
     `Stage.named_parameters()`, which decides the gradient buckets;
@@ -75,7 +75,7 @@ def stage_parameters(
 
 
 def tensors_of(name: str, model: ModelConfig) -> list[str]:
-    """Returns the names of the full tensors that a parameter of this name holds, over all ranks."""
+    """Returns the names of the full tensors that the local parameter `name` holds, on any rank."""
     inner = ("gate", "up") if model.is_gated else ("up",)
     prefix, _, of_layer = name.rpartition(".")
     if name == TABLE:

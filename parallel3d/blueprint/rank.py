@@ -77,9 +77,9 @@ class PipelineRank:
         has_experts = any(of.kind.experts for of in self.kinds)
         copies = max(self.replicas, self.layout.edp if has_experts else 1)
         self.fully_sharded = zero > 1 and copies > 1  # FSDP2 shards the parameters
-        # number of ranks that divide the optimizer's state
+        # Number of ranks over which the optimizer's state is sharded
         self.shards = self.replicas if zero else 1
-        # number of ranks that divide the optimizer's state of experts
+        # Number of ranks over which the optimizer's state of experts is sharded
         self.expert_shards = self.layout.edp if zero else 1
         # Bytes of an element of activations, and of an accumulated gradient in fp32 or better.
         self.item = ACTIVATION_BYTES[blueprint.precision.name]
@@ -172,12 +172,11 @@ class PipelineRank:
         return Gradients(frozenset(inputs), frozenset(weights))
 
     def shards_of(self, parameter: LocalParameter) -> int:
-        """Returns the number of ranks that divide a parameter's optimizer state."""
+        """Returns the number of ranks over which a parameter's optimizer state is sharded."""
         return self.expert_shards if parameter.expert else self.shards
 
     def index_of(self, parameter: LocalParameter) -> int:
-        """Returns the index, among the ranks that `shards_of` counts, of the first tensor-parallel
-        rank."""
+        """Returns the index of tensor-parallel rank 0 among the ranks that `shards_of` counts."""
         return self._stage_place // self.layout.ep if parameter.expert else self.data_rank
 
     @property
@@ -204,8 +203,7 @@ class PipelineRank:
 
     @property
     def is_tied_to_another(self) -> bool:
-        """Whether this rank and another one hold copies of a tied weight and must sum their
-        gradients."""
+        """Whether this rank and another one hold copies of a tied weight and sum its gradients."""
         return self.first != self.last and self.table.tied and not self.table.frozen
 
     def neighbours(self, offset: int, with_backward: bool = False) -> int:
@@ -250,8 +248,7 @@ class PipelineRank:
 
     @cached_property
     def numels(self) -> dict[LayerKind, tuple[int, int]]:
-        """For a layer of each kind, the numbers of elements in its experts and in all other
-        parameters."""
+        """Kind of layer → (elements of the layer's experts, elements of its other parameters)."""
         model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
         for kind in self.ops:
@@ -264,7 +261,7 @@ class PipelineRank:
     def frozen_numel(self, layers: range | None = None) -> tuple[int, int]:
         """Counts the frozen elements of experts, and those of all other parameters.
 
-        It counts in `layers`, which must be on this rank, or in the whole rank if they are None.
+        `layers`: layers of this rank to count, or None for all of the rank's parameters.
         """
         if not self.blueprint.frozen:
             return 0, 0
@@ -281,8 +278,7 @@ class PipelineRank:
         return numel - sum(self.frozen_numel(stage.layers))
 
     def trained_layers(self, stage: StageBlueprint) -> float:
-        """Returns how many fully trained layers would have as many trained elements as the
-        stage."""
+        """Returns the number of the stage's layers, times the trained share of their elements."""
         numel = self.trained_numel(stage)
         whole = numel + sum(self.frozen_numel(stage.layers))
         return len(stage.layers) * numel / whole if whole else 0.0
@@ -307,7 +303,8 @@ class PipelineRank:
     def ends_read(self, stage: StageBlueprint) -> list[LocalParameter]:
         """Returns the parameters of embedding and head that a stage reads.
 
-        They are its own, and for the last stage a tied table that the rank's first stage holds.
+        They are the stage's own parameters and, for the last stage, a tied table that the rank's
+        first stage holds.
         """
         ends = self.held(stage, range(0))
         borrows = stage.last and self.table.tied and self.table not in ends
@@ -378,8 +375,8 @@ class FlatShard(NamedTuple):
     """A part of the gradients that a rank uses in its optimizer step.
 
     Attributes:
-        spans: (parameter, first, count) for parameters that are alike in weight decay and
-            replication: the shard has `count` elements of each parameter, from element `first` on.
+        spans: (parameter, first, count) for parameters with the same weight decay and replication:
+            the shard has `count` elements of each parameter, from element `first` on.
         tied: whether it is a copy of a tied weight, which the gradient norm does not count.
         shared: number of elements that tp ranks sum (see `LocalParameter`), times their `owners`.
     """

@@ -63,7 +63,7 @@ class Tiling:
         return digits + SNAKE if self.snake else digits
 
     def rank_of_slot(self, layout: Layout) -> Slots:
-        """Returns the rank of each slot number that the digits count, (world size,)."""
+        """Returns the rank of each slot number, (world size,)."""
         places, stride = np.arange(layout.world_size), layout.world_size
         index = {d: np.zeros_like(places) for d in DIMENSIONS}
         for dim, factor in reversed(self.digits):
@@ -111,7 +111,7 @@ def orders(layout: Layout) -> list[Tiling]:
 
 
 def primes(n: int) -> list[int]:
-    """Returns the different prime factors of `n`."""
+    """Returns the distinct prime factors of `n`."""
     return [p for p in range(2, n + 1) if n % p == 0 and all(p % q for q in range(2, p))]
 
 
@@ -119,8 +119,8 @@ def primes(n: int) -> list[int]:
 class RankMapping:
     """Maps ranks to GPUs: `slots[rank]` is the slot of `rank`.
 
-    `how` says in words where the mapping comes from. Raises ValueError unless every rank has a slot
-    of its own.
+    `how` is a phrase that names the source of the mapping. Raises ValueError unless every rank has
+    a slot of its own.
     """
 
     cluster: Cluster
@@ -147,7 +147,7 @@ class RankMapping:
         slots: Slots | None = None,
         how: str | None = None,
     ) -> RankMapping:
-        """Creates the mapping that counts `tiling` over `slots`.
+        """Creates the mapping that fills `slots` with ranks in the order of `tiling`.
 
         If `slots` is None, they are all slots of the cluster, in order; if `how` is None, it is the
         tiling as text.

@@ -11,8 +11,8 @@ import numpy as np
 from parallel3d.blueprint.ops import Number
 
 STYLES = ("gather", "heads", "ring")
-# Least number of bytes of a rank's keys and values that are gathered together, so that bandwidth
-# and not latency is the limit.
+# A rank gathers at least this many bytes of its keys and values together, so that bandwidth and not
+# latency is the limit.
 LEAST_BYTES = 4 << 20
 
 
