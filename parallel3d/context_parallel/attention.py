@@ -121,7 +121,7 @@ def attend_across(
     """Attends from this rank's queries to the keys of all ranks, within each query's document.
 
     The keys are gathered, or travel in a ring. The arguments and the result are as for
-    `attend_within`, with this rank's n tokens of each sequence in place of all s.
+    `attend_within`, with this rank's n tokens of each sequence instead of all s tokens.
     """
     of = shard.blocks
     return _attend(
@@ -302,7 +302,7 @@ def in_rank_order(whole: Tensor, places: Tensor) -> Tensor:
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
-    """Joins keys and values to one tensor, as the inverse of `_apart`."""
+    """Joins keys and values into one tensor, as the inverse of `_apart`."""
     return torch.stack((k.transpose(0, 1), v.transpose(0, 1))).flatten(2, 3)
 
 

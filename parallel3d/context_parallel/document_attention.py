@@ -56,7 +56,7 @@ class _EqualDocuments(NamedTuple):
     """Consecutive documents of equal length in one row of the batch.
 
     Attributes:
-        row: the row.
+        row: index of the row.
         begin: the first token of the first document.
         number: number of documents.
         length: number of tokens of each document.
@@ -153,7 +153,7 @@ def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tenso
 
 
 def empty_for_only_block(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates a result and its sums as flash attention returns them.
+    """Allocates a result and its sums in the layout of flash attention's results.
 
     The result has the dtype of q, and the sums are stored as (heads, b, n).
     """
@@ -219,9 +219,9 @@ def attend_block(
     The first block, which all queries read, overwrites them instead.
 
     Args:
-        out, sums: as `empty_for_blocks` makes them.
+        out, sums: allocated by `empty_for_blocks`.
         q: (b, heads, n, head_dim).
-        k, v: (b, as many heads or fewer, keys, head_dim).
+        k, v: (b, heads or fewer, keys, head_dim).
     """
     if uses_varlen_kernel(q, kernel):
         out, sums = _viewed(out), _viewed(sums)
@@ -263,8 +263,8 @@ def differentiate_block(
 ) -> None:
     """Adds the gradients of attention to a block of keys to `of_q`, `of_k` and `of_v`.
 
-    A block that is the only one overwrites them instead. `out` and `sums` are the results over all
-    blocks.
+    If the block is the only one, it overwrites them instead. `out` and `sums` are the results over
+    all blocks.
     """
     if uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = map(_viewed, (of_q, of_k, of_v))
@@ -469,7 +469,7 @@ def plain_gradients(
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """Returns the factor of the scores, which is head_dim^-½ if `scale` is None."""
+    """Returns the factor that multiplies the scores: `scale`, or head_dim^-½ if that is None."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 

@@ -49,10 +49,10 @@ class SequenceShard:
     Attributes:
         positions: (b, n) int64 on the device: each token's position in its sequence, ascending.
         starts: (b, n) int32 on the device: the position at which each token's document begins.
-        order: (b · padded,) int64 on the device: for each token of the b sequences its index among
+        order: (b · padded,) int64 on the device: the index of each token of the b sequences among
             the (size, b, n) tokens of all ranks, which an all-gather of (b, n) returns.
-        places: (size · b · n,) int64 on the device: the inverse of `order`, which has for each
-            token in rank order its index among the tokens of the b sequences.
+        places: (size · b · n,) int64 on the device: the inverse of `order`, that is, the index of
+            each token in rank order among the tokens of the b sequences.
         held: (size, b, n) int32 on the host: the positions that each rank holds.
         blocks: the keys to which this rank's queries attend. In a ring there is one block per
             rank: first this rank's own, then the previous rank's, and so on. Otherwise there is one
@@ -116,7 +116,7 @@ class Documents:
 def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> Documents:
     """Returns the documents of b samples, with this rank's shard if sequences are split.
 
-    `starts` (b, padded) has for each token the position at which its document begins.
+    `starts` (b, padded): the position at which each token's document begins.
     """
     b, padded = starts.shape
     whole = np.broadcast_to(np.arange(padded, dtype=np.int32), (1, b, padded))

@@ -44,7 +44,7 @@ class Segments(NamedTuple):
 
         Args:
             held: the positions that each rank holds (`SequenceSplit.held`).
-            starts: (b, padded), for each token the position at which its document begins.
+            starts: (b, padded), the position at which each token's document begins.
         """
         size, b, n = held.shape
         own = np.take_along_axis(starts[None], held, axis=2)

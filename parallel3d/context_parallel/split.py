@@ -79,8 +79,8 @@ class SequenceSplit:
     def held(self, starts: Ints) -> Ints:
         """Returns the positions that each rank holds of each sequence (size, b, local), ascending.
 
-        `starts` (b, padded) has for each token the position at which its document begins. The
-        result is the same on all ranks.
+        `starts` (b, padded): the position at which each token's document begins. The result is the
+        same on all ranks.
         """
         pieces = np.arange(self.padded, dtype=np.int32).reshape(2 * self.size, -1)
         ranks = [np.concatenate((pieces[r], pieces[-1 - r])) for r in range(self.size)]

@@ -21,8 +21,8 @@ def plan_calls(
     runs of keys to which none of its queries attends.
 
     Args:
-        segments: for each segment (first query, number of queries, first key, number of keys before
-            the queries' own).
+        segments: (first query, number of queries, first key, number of keys before the queries'
+            own) of each segment.
         causal: whether the queries also attend to the keys of their own segment.
         calls, edges: the outputs, which must be zero at first; see `documents.AttentionBlocks`.
     """
@@ -58,5 +58,5 @@ def calls_of(calls: Tensor, edges: Tensor) -> Iterator[tuple[slice, slice, tuple
 
 
 def rows_of(table: Tensor) -> list[list[int]]:
-    """Returns the rows of a table after its first row, which has their number."""
+    """Returns the rows of a table after its first row, which contains their number."""
     return table[1 : int(table[0, 0]) + 1].tolist()

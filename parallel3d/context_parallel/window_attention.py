@@ -1,4 +1,4 @@
-"""Computes attention through a window, also to keys that other ranks hold.
+"""Computes attention through a window, including keys that other ranks hold.
 
 On a GPU in half precision the varlen kernel supports windows. On a CPU, and where there is no such
 kernel, a chunk of queries attends under a mask to all keys that any of its queries sees; these are
@@ -81,7 +81,7 @@ class _Run(NamedTuple):
 
     @property
     def band(self) -> dict[str, Any]:
-        """The keyword arguments of the varlen kernel."""
+        """The varlen kernel's keyword arguments for scale and window."""
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
 
     @property

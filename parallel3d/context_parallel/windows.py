@@ -31,11 +31,11 @@ class Halo:
     Attributes:
         sent: ((size − 1) · b · n,) int64 on the device: the tokens that this rank sends, by
             receiver, as indices among its b · n tokens.
-        order: (b · padded,) int64 on the device: for each of this rank's keys, in the order of the
-            sequences, its index among this rank's own tokens followed by the received ones, by
+        order: (b · padded,) int64 on the device: the index of each of this rank's keys, in the
+            order of the sequences, among this rank's own tokens followed by the received ones, by
             sender.
         places: (b · padded,) int64 on the device: the inverse of `order`.
-        counts: (4, size) int64 on the host: for each rank r the numbers of tokens that this rank
+        counts: (4, size) int64 on the host: for each rank r, the numbers of tokens that this rank
             sends to r and receives from r, and that r sends and receives in total.
     """
 
@@ -77,7 +77,7 @@ def window_blocks(
 
     Args:
         held: (size, b, n), the positions that each rank holds (`SequenceSplit.held`).
-        starts: (b, padded), for each token the position at which its document begins.
+        starts: (b, padded), the position at which each token's document begins.
     """
     size, b, n = held.shape
     padded = starts.shape[1]
@@ -117,7 +117,7 @@ def window_blocks(
 def _chunks(numbers: Whole, most: int) -> tuple[Whole, Whole]:
     """Cuts segments into chunks of at most `most` queries.
 
-    Returns for each chunk its segment and its number within the segment.
+    Returns each chunk's segment and the chunk's number within that segment.
     """
     counts = -(-numbers // most)
     chunks = np.repeat(np.arange(len(numbers)), counts)

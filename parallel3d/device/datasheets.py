@@ -63,7 +63,7 @@ DATASHEETS = (  # if two patterns match a name, the first one counts
     Device("h100_nvl", r"\bH100 NVL\b", "NVIDIA H100 NVL datasheet", _HOPPER_NVL, units=132),
     Device("h100_pcie", r"\bH100 PCIe\b", "NVIDIA H100 PCIe datasheet", _H100_PCIE, units=114),
     Device("h100", r"\bH100\b", "NVIDIA H100 SXM datasheet", _H100_SXM, 79.1, 3350, 132, 450),
-    # This variant has HBM2e and a power limit of 500 W, but the peak of the H100 SXM.
+    # This variant has HBM2e and a power limit of 500 W, but the same peak as the H100 SXM.
     Device("h100_500w", "", "NVIDIA H100 SXM datasheet", _H100_SXM, 94.5, 2400, 132, 450),
     Device("h200_nvl", r"\bH200 NVL\b", "NVIDIA H200 NVL datasheet", _HOPPER_NVL, units=132),
     Device("h200", r"\bH200\b", "NVIDIA H200 datasheet", _H100_SXM, 139.8, 4800, 132, 450),

@@ -140,7 +140,7 @@ EQUAL_BITS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic":
 # compile, as for the single tokens of `generate`.
 LEAST_ELEMENTS = 1 << 20
 # A function is compiled for at most this many kinds of arguments, because each compilation takes
-# seconds. Other kinds, such as more lengths of prompts in `generate`, run as separate operations.
+# seconds. Other kinds, such as further prompt lengths in `generate`, run as separate operations.
 MOST_KERNELS = 64
 
 
@@ -222,7 +222,7 @@ class _Fused(Generic[*Ts, T]):
 
 
 def _kind(argument: Any, rows: bool) -> Hashable:
-    """Returns the properties of an argument that need their own kernel; `rows`: as in `fused`."""
+    """Returns the properties of an argument that select a kernel; `rows`: as in `fused`."""
     if isinstance(argument, Tensor):
         shape = argument.shape[1:] if rows else argument.shape
         return shape, argument.stride(), argument.dtype, argument.device

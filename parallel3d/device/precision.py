@@ -33,7 +33,7 @@ def master_dtype(precision: PrecisionConfig) -> torch.dtype:
 
 
 def set_matmul_precision(precision: PrecisionConfig) -> None:
-    """Sets whether fp32 GEMMs of this process may run on tensor cores in tf32."""
+    """Sets whether fp32 GEMMs of this process may use tf32 on tensor cores."""
     torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")
 
 
@@ -47,9 +47,9 @@ def set_numerics(precision: PrecisionConfig, device: torch.device, deterministic
 def set_determinism(device: torch.device) -> None:
     """Makes this process compute the same bits whenever it gets the same inputs.
 
-    A CPU's kernels do so anyway. On a GPU, PyTorch replaces kernels whose order of additions varies
-    with slower ones, and a later call without such a kernel raises RuntimeError. cuBLAS needs
-    a fixed workspace, which an environment variable sets before the first matmul.
+    A CPU's kernels do so anyway. On a GPU, PyTorch then uses slower kernels, which add in a fixed
+    order; a later call that has no such kernel raises RuntimeError. cuBLAS needs a fixed workspace,
+    which an environment variable sets before the first matmul.
     """
     if not accelerator.is_accelerator(device):
         return

@@ -240,7 +240,7 @@ def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
             row = rows.index_select(0, place.clamp(max=last))
             total = total + row.where((place <= last).unsqueeze(-1), 0)
         return total
-    padded = rows  # no row has two places, so if both are equally many, no place needs padding
+    padded = rows  # with as many rows as places, every place has its own row
     if rows.shape[0] < places.numel():
         padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = padded.index_select(0, places[:, 0])

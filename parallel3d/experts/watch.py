@@ -23,7 +23,7 @@ class Choices:
 
     Attributes:
         layers: the layers with experts, in the order of the tensors' first dimension.
-        first: the number of the step's first sample in the run.
+        first: the index of the step's first sample in the run.
         experts: (layers, samples, positions, k) int64, the router's choices; -1 for tokens that
             this rank does not have.
         margins: (layers, samples, positions) float64, how close each choice was (`margins_of`);

@@ -101,7 +101,7 @@ class RopeKeys:
 
 @dataclass
 class DialectKeys:
-    """Positions of the norms, the form of their weights, and constant factors of tensors."""
+    """Positions of the norms, the form of their weights, and constant scale factors."""
 
     RESUME: ClassVar[str] = REFUSED
     norm_position: str = key(

@@ -167,7 +167,7 @@ class TransformerKeys:
 
 
 @dataclass
-class ModelConfig(  # the fields of the last base come first
+class ModelConfig(  # dataclass fields of the last base class come first
     ExpertKeys, DialectKeys, RopeKeys, LayerTypeKeys, TransformerKeys
 ):
     """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""

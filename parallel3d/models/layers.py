@@ -136,7 +136,7 @@ class Norm(nn.Module):
     def is_fused_with_sum(self, x: Tensor) -> bool:
         """Returns whether `add` runs as one kernel in the forward and one in the backward.
 
-        In a compiled block the compiler fuses by itself, so the answer is False.
+        In a compiled block the answer is False, because the compiler does the fusion.
         """
         fuses = self.kind == "rmsnorm" and is_on_accelerator(x)
         return fuses and not torch.compiler.is_compiling()

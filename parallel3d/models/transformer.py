@@ -505,7 +505,7 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
         for block in experts:
             block.run_attention = attention
         is_sharded = any(state_of(p).compute_dtype is not None for p in stage.parameters())
-        if is_sharded or experts:  # each block is then compiled by itself
+        if is_sharded or experts:  # each block is then compiled separately
             for block in blocks:
                 if block in experts:
                     continue
@@ -568,9 +568,9 @@ class Decoder:
     def logits(self, tokens: list[int]) -> Tensor | None:
         """Returns the logits of the token after `tokens` on the last stage, and None elsewhere.
 
-        The logits are (vocab_size,). `tokens` are the whole sequence so far, of which the tokens of
-        earlier calls are cached. When the window of `seq_length` tokens is full, its second half is
-        recomputed, beginning at position 0.
+        The logits are (vocab_size,). `tokens` is the whole sequence so far; the keys and values of
+        earlier tokens are cached. When the window of `seq_length` tokens is full, its second half
+        is recomputed, beginning at position 0.
         """
         start = self._window_start(len(tokens))
         if start != self.start or len(tokens) - start - self.cached != 1:

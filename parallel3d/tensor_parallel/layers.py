@@ -71,7 +71,7 @@ class ShardedModule(nn.Module, ABC):
     def initializer(
         self, seed: int | None, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> Initializer | None:
-        """Returns the initializer of a seed, or None without a seed.
+        """Returns the initializer for a seed, or None without a seed.
 
         Raises:
             UserError: there is a seed, but the layer has no name.
@@ -87,7 +87,7 @@ class ShardedModule(nn.Module, ABC):
         return Initializer(seed, dtype or torch.get_default_dtype(), place)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Does nothing new; if it were not defined, FSDP2 would bypass `register_parameter`."""
+        """Changes nothing; without this definition, FSDP2 would bypass `register_parameter`."""
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

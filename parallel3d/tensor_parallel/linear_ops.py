@@ -300,7 +300,7 @@ def run_backward(
 
 
 # The autograd nodes keep weights in `ctx` itself, not among the saved tensors, because
-# recomputation (`models/recompute.py`) replaces saved tensors by new ones without `main_grad`.
+# recomputation (`models/recompute.py`) replaces saved tensors with new ones without `main_grad`.
 
 
 class _Keep(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Communication of tensor and sequence parallelism in the forward and the backward.
 
 Shoeybi et al. 2019 (Megatron-LM, §3) define f and g, and Korthikanti et al. 2022 (§4.2.2) define
-the pair of sequence parallelism. For activations (batch, sequence, hidden) the linear layers' nodes
-contain f and the gather of the sequence (see `linear_ops`).
+the corresponding pair for sequence parallelism. For activations (batch, sequence, hidden) the
+linear layers' nodes contain f and the gather of the sequence (see `linear_ops`).
 
 | function                      | forward                   | backward                  |
 |-------------------------------|---------------------------|---------------------------|
@@ -83,7 +83,7 @@ def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_to_replicas(parameter: Tensor, spec: ParameterSpec, group: Group) -> Tensor:
-    """Returns the parameter, with its rows' gradients summed over the ranks that share the rows."""
+    """Returns the parameter; its rows' gradients are summed over the ranks that share the rows."""
 
     def backward(grad: Tensor) -> Tensor:
         whole = grad.clone(memory_format=torch.contiguous_format)
