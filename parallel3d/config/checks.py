@@ -70,7 +70,7 @@ def check_config(
         config: the configuration.
         world_size: number of ranks; None if it is not known.
         own_samples: whether the caller provides the samples, so that `data` is not checked.
-        may_resume: whether the run may resume a checkpoint of another global batch. The number of
+        may_resume: whether the run may resume a checkpoint with another global batch. The number of
             steps that follows from `train.tokens` is then not known yet, and the caller calls
             `check_schedule_of_rate` later.
 

@@ -35,7 +35,7 @@ class Key:
 
     @property
     def holds(self) -> Any:
-        """Returns the finer type of the value.
+        """Returns the value's type in more detail than `kind`.
 
         It is `Path` for text that is a path, a type of dict for values in braces, and None for
         other keys.
@@ -51,7 +51,7 @@ class Key:
     def tried(self) -> tuple[Any, ...]:
         """Returns values other than the default, for tests.
 
-        These are the values that the key declares, or else the other choices or truth value.
+        These are the values that the key declares, or else its other choices or truth value.
         """
         if self.meta["tried"]:
             return tuple(self.meta["tried"])
@@ -75,7 +75,7 @@ REMOVED_VALUES = {("ddp.comm_hook", "powersgd"): "bf16"}
 
 
 class Removed(NamedTuple):
-    """Advice on the replacement of a removed key, and the default, with which it did nothing."""
+    """Advice on replacing a removed key, and its default, at which it had no effect."""
 
     instead: str
     default: Any = None
@@ -121,7 +121,7 @@ def fits_64_bits(number: int) -> bool:
 
 
 def spell(name: str, value: Any) -> str:
-    """Returns `key=value` as on the command line; a preset has its group: `precision=fp16`."""
+    """Returns `key=value` as on the command line, with a preset's group: `precision=fp16`."""
     return f"{typed_name(name)}={show(value)}"
 
 

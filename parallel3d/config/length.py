@@ -2,8 +2,8 @@
 
 `train.steps` counts optimizer steps. `train.tokens` and `train.epochs` determine a number of
 samples, and a run that resumes with another global batch takes as many steps as its remaining
-samples need. Its learning-rate schedule then follows the samples too, but it still counts in the
-steps with which the run began. So the rate never jumps, a decay does not start twice, and the last
+samples need. Its learning-rate schedule then follows the samples too, but it still counts in steps
+of the original global batch. So the rate never jumps, a decay does not start twice, and the last
 step has the final rate.
 """
 
@@ -24,7 +24,7 @@ class Length:
     Attributes:
         last_step: number of the last step, counted over all starts.
         sizes: global batches from this start's first step on.
-        clock: global batches of the steps in which the learning-rate schedule counts.
+        clock: global batches of the steps that the learning-rate schedule counts.
         budget: number of samples to read; None if `train.steps` gives the length.
     """
 

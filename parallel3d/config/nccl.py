@@ -42,7 +42,7 @@ def parse_nccl_env(settings: list[str]) -> dict[str, str]:
 
     A value may contain colons.
 
-    It also accepts torch's variables TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_…. Raises UserError
+    Torch's variables TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_… are accepted, too. Raises UserError
     for other text.
     """
     variables = {}

@@ -102,14 +102,14 @@ def config_of(tree: DictConfig) -> Config:
 def compose_tree(
     overrides: Sequence[str], with_hydra: bool = False, schema: type[Config] = Config
 ) -> DictConfig:
-    """Composes the overrides to a tree; `with_hydra` adds Hydra's own keys."""
+    """Composes the overrides into a tree; `with_hydra` adds Hydra's own keys."""
     register(schema)
     with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION):
         return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
 
 
 class FileConfigSource(HydraFiles):
-    """Makes Hydra read a user's YAML files by `read_yaml`, which keeps text as it is written.
+    """Makes Hydra read a user's YAML files with `read_yaml`, which keeps text as it is written.
 
     It has the same name as Hydra's own class: a job of the submitit launcher gets this process's
     table of sources, registers Hydra's class again, and would refuse a class with another name.

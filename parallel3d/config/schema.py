@@ -123,12 +123,12 @@ class Config(
 
     @property
     def padded_seq_length(self) -> int:
-        """Returns the number of a sample's tokens, with the padding for context parallelism."""
+        """Returns the length of a sample, including the padding for context parallelism."""
         return padded_length(self.model.seq_length, self.cp, self.rank_multiple)
 
     @property
     def local_seq_length(self) -> int:
-        """Returns the number of a sample's tokens on a context-parallel rank.
+        """Returns the number of tokens of a sample on each context-parallel rank.
 
         With sp, tensor-parallel ranks split these tokens further.
         """
@@ -136,7 +136,7 @@ class Config(
 
     @property
     def rank_multiple(self) -> int:
-        """Returns the number that must divide a sample's tokens on a context-parallel rank."""
+        """Returns the number that must divide `local_seq_length`."""
         return self.tp * self.tensor_parallel.chunks if self.sp else 1
 
     @property
@@ -170,7 +170,7 @@ class Config(
 
     @property
     def budget(self) -> int | None:
-        """Returns the number of samples to read by `train.tokens`, or None if the key is null."""
+        """Returns the number of samples in `train.tokens` tokens, or None if the key is null."""
         tokens = self.train.tokens
         return None if tokens is None else -(-math.ceil(tokens) // self.model.seq_length)
 
@@ -229,7 +229,7 @@ def register_schema(schema: type[Config] = Config) -> None:
 
     store = ConfigStore.instance()
     there = store.repo.get("schema.yaml")
-    # Building the node takes a quarter of the time that composing takes.
+    # Building the node takes a quarter as long as composing, so it is built only once.
     if there is None or OmegaConf.get_type(there.node) is not schema:
         store.store(name="schema", node=schema)
 

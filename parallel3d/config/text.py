@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML; a scalar stays text if its value would be printed differently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Returns values by names, which stay text, so that 1, 1.0 and True are three names.
+        """Returns values by name; names stay text, so that 1, 1.0 and True are three names.
 
         Raises ConstructorError for a duplicate name.
         """

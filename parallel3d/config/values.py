@@ -39,15 +39,15 @@ def key(
         default: value of the key if none is given.
         help: phrase for help texts and the page of all keys.
         choices: the allowed words; None allows all.
-        list_of: words of which one or several may be given in place of a choice, as a list or as
-            text; with RANKS, numbers of ranks. None allows no list.
+        list_of: words that may be given instead of a choice, alone or several as a list or text;
+            RANKS allows numbers of ranks, and None no list.
         holds: `Path` for text that is a path, a type such as dict[str, float] for values in braces,
             and None for other keys.
         minimum, maximum: inclusive limits; None for no limit.
         above, below: exclusive limits; None for no limit.
         resume: whether a resumed run may change the key (FREE, LAYOUT, REPORTED or REFUSED); None
             stands for the `RESUME` of its class, or else for REPORTED.
-        alike: whether the value must be the same on all ranks, although it may change.
+        alike: whether the value must be the same on all ranks, even if `resume` lets it change.
         once: whether the key belongs to a single start, so that a resumed run does not inherit it.
         tried: values other than the default for the page of refusals, the fuzzer and tests.
     """
@@ -160,7 +160,7 @@ class BatchSizes(NamedTuple):
     @classmethod
     def of(cls, schedule: Mapping[Any, int]) -> BatchSizes:
         """Returns the sizes of a `train.batch_schedule`, which maps samples read to sizes."""
-        # The names are text in a manifest, and 1e9 is a float.
+        # The keys are text in a manifest, and 1e9 is a float.
         return cls(tuple((int(Fraction(str(first))), size) for first, size in schedule.items()))
 
     def after(self, steps: int, samples: int) -> BatchSizes:

@@ -96,7 +96,7 @@ def option(word: str) -> str:
 
 
 def braces(text: str) -> Any:
-    """Parses text in braces to a dict of text by text; returns other text unchanged."""
+    """Parses text in braces into a dict of text by text; returns other text unchanged."""
     if not text.startswith("{"):
         return text
     word = f"x={text}"
@@ -131,7 +131,7 @@ def _names(name: str, word: str) -> list[str]:
 
 
 def _parsed(word: str) -> OverrideParser.OverrideContext:
-    """Parses an override by Hydra's grammar, in which foreign characters count as letters.
+    """Parses an override by Hydra's grammar; characters that it refuses count as letters.
 
     Positions in the parse tree are positions in `word`. Raises HydraException for a syntax error.
     """

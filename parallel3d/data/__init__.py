@@ -1,4 +1,4 @@
-"""Turns text into micro-batches, by sources, tokenizers, a token cache, samplers and a loader.
+"""Turns text into micro-batches: sources, tokenizers, token cache, samplers and loader.
 
 Only `loader` imports torch, so that the launcher can check data before torch loads.
 """

@@ -2,12 +2,12 @@
 
 An owner, such as a data set, gets slots in proportion to its weight. Two owners divide the slots by
 Webster's rule: the left owner, with the share w of the weight, has w·n of the first n slots,
-rounded. More owners are the leaves of a Huffman tree, in which each inner node divides its slots
-between its two children. An inner node has at most 2/3 of its parent's weight, so the rounding
-errors of all levels above a leaf add up to less than 1.5 slots, and the last level adds at most
-0.5.
+rounded. With more than two owners, the owners are the leaves of a Huffman tree, and each inner node
+divides its slots between its two children. An inner node has at most 2/3 of its parent's weight, so
+the rounding errors of all levels above a leaf add up to less than 1.5 slots, and the last level
+adds at most 0.5.
 
-After any n slots, each owner therefore has its share of n to within 2. Webster's rule for all
+After any n slots, each owner is therefore within 2 slots of its share of n. Webster's rule for all
 owners at once, which orders slot j of each owner by (j + 1/2) / w, does not guarantee this: next to
 an owner of weight 1/2, a thousand owners of weight 1/2000 would get their first slots only after
 the heavy owner has had 500.
@@ -48,9 +48,9 @@ class Shares:
         if not weights or min(weights) < 1:
             raise ValueError("shares need weights, whole numbers of at least 1")
         self.owners = len(weights)
-        # The inner nodes, children before their parents. Each has twice its left child's weight,
-        # its own weight, its left child and its right child. A child is the number of a node, or
-        # -1 - k for owner k.
+        # The inner nodes, children before their parents. Each entry holds twice the weight of the
+        # left child, the weight of the node, the left child and the right child. A child is the
+        # index of a node, or -1 - k for owner k.
         self._nodes: list[tuple[int, int, int, int]] = []
         # At equal weights, owners come first, in their order, and then nodes in order of creation.
         heap = [(weight, k, -1 - k) for k, weight in enumerate(weights)]
@@ -63,7 +63,7 @@ class Shares:
         self._root = heap[0][2]
 
     def at(self, slot: int) -> tuple[int, int]:
-        """Returns the owner of `slot`, and the number of slots that this owner had before."""
+        """Returns the owner of `slot`, and the number of earlier slots of this owner."""
         node = self._root
         while node >= 0:
             twice, weight, left, right = self._nodes[node]
@@ -88,7 +88,7 @@ class Shares:
 
 
 class WeightPeriod(NamedTuple):
-    """The weights that hold from sample `first` of the run on.
+    """The weights that apply from sample `first` of the run on.
 
     `weights` maps the index of a data set to a whole number above 0.
     """
@@ -100,8 +100,8 @@ class WeightPeriod(NamedTuple):
 class StagedShares:
     """Maps each sample of a run to a data set, from the sample's number alone.
 
-    Within a stage, after any number of samples, each data set has had its share to within 2 samples
-    (see `Shares`). Each stage continues a data set where the stages before stopped.
+    Within a stage, each data set is always within 2 samples of its share (see `Shares`). A stage
+    continues each data set where the previous stages stopped.
     """
 
     def __init__(self, stages: Sequence[WeightPeriod], sets: int) -> None:
@@ -174,7 +174,7 @@ class Blended(StagedShares):
         return self.parts[part].sample(place)
 
     def read(self, samples: int) -> dict[str, dict[str, float]]:
-        """Returns, by part, the tokens and epochs that the run's first `samples` samples read."""
+        """Returns the tokens and epochs of each part in the run's first `samples` samples."""
         return {
             name: {"tokens": had * part.seq_length, "epochs": round(had / part.windows, 4)}
             for name, part, had in zip(self.names, self.parts, self.counts(samples), strict=True)

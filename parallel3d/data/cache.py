@@ -1,8 +1,8 @@
 """Keeps token caches and packing plans in a folder; one process builds an entry, others read it.
 
-An entry consists of some files `<key><suffix>`, and of `<key>.json` with their sizes and digests.
-The JSON file is written last, so that it never describes an incomplete entry. The kernel releases a
-builder's lock when the builder dies.
+An entry consists of files `<key><suffix>` and of `<key>.json`, which records their sizes and
+digests. The JSON file is written last, so that it never describes an incomplete entry. The kernel
+releases a builder's lock when the builder dies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PAUSE_S = 0.02
 _LARGEST_FACTS = 1 << 20
 
 
-# A function that makes a result from an entry's open files by suffix, and its builder's facts.
+# Makes a result from an entry's open files, by suffix, and the facts that its builder returned.
 Opened = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
 
 
@@ -60,15 +60,15 @@ def kept(
     build: Callable[[Path], dict[str, Any]],
     opened: Opened[T],
 ) -> T:
-    """Returns the result of `opened` for the entry `key`, after building it if necessary.
+    """Returns the result of `opened` for the entry `key`; builds the entry first if necessary.
 
     An entry is built if it is missing or damaged; one process builds while all others wait. Raises
     UserError if the folder cannot be used.
 
     Args:
         ends: the suffixes of the entry's files.
-        build: writes these files, given their path without the suffix, and returns facts that JSON
-            can represent.
+        build: writes these files, given their path without the suffix, and returns
+            JSON-serializable facts.
         opened: makes the result from the open files and the facts; raises ValueError for damaged
             files.
     """
@@ -156,8 +156,8 @@ def _build_lock(path: Path) -> Iterator[bool]:
                 if not told:
                     _log.info("another run is building the token cache: waiting for it")
                 told = True
-                # The lock is polled, because a watchdog would take a process that blocks in a
-                # system call for one that waits for a dead disk.
+                # The lock is polled, because a process blocked in a system call would look to a
+                # watchdog like one that waits for a dead disk.
                 time.sleep(_PAUSE_S)
         if not locked:
             _log.info(f"{path.parent} is on a file system without locks: others may build it, too")
@@ -187,7 +187,7 @@ def folder_of(data: DataConfig) -> Path:
 
 
 def digest_of(facts: list[Any]) -> str:
-    """Returns a digest of `facts`, which JSON can represent."""
+    """Returns a digest of the JSON-serializable `facts`."""
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -228,6 +228,6 @@ def check_owner(folder: Path) -> None:
 
 
 def is_trusted(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether a file is regular, owned by this user or root, and writable by no other."""
+    """Returns whether a file is regular, owned by this user or root, and not writable by others."""
     ours = status.st_uid == 0 or is_ours(status, folder)
     return stat.S_ISREG(status.st_mode) and ours and not others_may_write(status, folder)

@@ -1,4 +1,4 @@
-"""Turns chat conversations into tokens with a Hugging Face template, and marks those to learn."""
+"""Tokenizes chat conversations with a Hugging Face template, and marks the tokens to learn."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
 
 class Conversation(NamedTuple):
-    """A conversation in tokens.
+    """A tokenized conversation.
 
     Attributes:
         tokens: (n,) int64.
@@ -79,7 +79,8 @@ class Reader:
 
     The whole conversation is rendered and encoded as one text, as in transformers, since tokens
     depend on the surrounding text. Private characters that do not occur in the row mark special
-    tokens that messages spell out, text inside the template's own tags, and ends of messages.
+    tokens spelled out in messages, text inside the template's `{% generation %}` tags, and ends of
+    messages.
     """
 
     def __init__(self, tokenizer: FileTokenizer, template: ChatTemplate) -> None:
@@ -123,7 +124,7 @@ class Reader:
         return Conversation(made.tokens, spoken, unread, shown.drops_thoughts())
 
     def _tagged(self, shown: Shown) -> list[Turn]:
-        """Finds the learned turns inside the template's own tags."""
+        """Finds the learned turns by the template's `{% generation %}` tags."""
         _, _, opening, closing, *_ = shown.marks
         marked = shown.rendering.text(around=(opening, closing))
         pieces = re.split(f"([{opening}{closing}])", marked)
@@ -166,9 +167,9 @@ class Reader:
     def _untagged(self, shown: Shown) -> list[Turn]:
         """Finds the learned turns by rendering the messages before each of them.
 
-        Some templates render a turn differently, or drop its thoughts, once it is not the last one.
-        The place of such a turn follows from the end of the previous message and the end of the
-        turn's own words.
+        Some templates render a turn differently, or drop its thoughts, once it is no longer the
+        last one. The place of such a turn is found from the end of the previous message and the end
+        of the turn's words.
         """
         turns: list[Turn] = []
         for number, message in enumerate(shown.row.messages):
@@ -191,7 +192,7 @@ class Reader:
         return end
 
     def _check_speaks(self, shown: Shown, number: int, begin: int, end: int) -> None:
-        """Raises Refused for a turn of which only the end would be learned."""
+        """Raises Refused for a turn without words, because only its end would be learned."""
         text, at = "", begin
         for found in self._specials(shown.whole, shown.marks, begin):
             if found.start() >= end:
@@ -219,7 +220,7 @@ class Reader:
         return within & (np.arange(within.size) <= ends[-1])
 
     def _specials(self, whole: str, marks: Marks, at: int = 0) -> Iterator[re.Match[str]]:
-        """Finds special tokens and single marks from `at` on.
+        """Finds special tokens and unpaired marks from position `at` on.
 
         A special token is in the group `spelled` if a message spells it out, and otherwise in
         `meant`.
@@ -235,7 +236,7 @@ class Reader:
             plain.encode()
             if plain == whole:
                 return self._tokenizer.place(whole)
-            # If all special tokens were meant, encoding with stand-ins must give the usual tokens.
+            # With a stand-in for every special token, encoding must give the usual tokens.
             every = self._stood_in(whole, marks, held, every=True)
             if not np.array_equal(every.tokens, self._tokenizer.place(plain).tokens):
                 raise Refused(
@@ -252,7 +253,7 @@ class Reader:
         return made
 
     def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> Placed:
-        """Encodes a conversation with a private character in place of each meant special token.
+        """Encodes a conversation with a private character in place of each special token.
 
         Special tokens that a message spells out stay text, unless `every` is set.
         """
@@ -286,10 +287,7 @@ class Reader:
 
 
 def _with_contents(rendering: Rendering) -> list[Message]:
-    """Returns the messages of a rendering, in a form on which the template does not fail.
-
-    If the template fails on messages without content, an empty content is added to them.
-    """
+    """Returns a rendering's messages; adds empty contents if the template fails without them."""
     try:
         rendering.text()
         return list(rendering.messages)
@@ -320,8 +318,8 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-# The conversations of a run are a pair of marked tokens in the token cache. A marked token is a
-# token, plus SPOKEN if it is learned, so windows, packs and shuffles work as for documents.
+# The token cache keeps a run's conversations as a .bin/.idx pair of marked tokens. A marked token
+# is a token, plus SPOKEN if it is learned, so windows, packs and shuffles work as for documents.
 
 
 VERSION = 3
@@ -405,7 +403,7 @@ class ChatSamples:
 
 
 def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
-    """Writes all conversations; returns notes for the user about the rows, as facts to keep.
+    """Writes all conversations; returns facts to cache, with notes for the user about the rows.
 
     Raises UserError if more rows than allowed are not conversations, or if no row is one.
     """
@@ -449,7 +447,7 @@ def _judge(chat: Chat, told: Told, least: int) -> None:
 
 
 def _row_of(row: Any) -> Any:
-    """Returns the row in a line of jsonl, or an unchanged row of parquet. Raises Refused."""
+    """Parses a line of jsonl; returns a row of parquet unchanged. Raises Refused."""
     if not isinstance(row, bytes):
         return row
     if len(row) > LONGEST:

@@ -57,12 +57,12 @@ OTHER_ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant with tool_calls"),
 }
 ROLES = (SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION)
-# Keys that tell whether a message is learned: OpenAI's weight, axolotl's train and training,
+# Keys that determine whether a message is learned: OpenAI's weight, axolotl's train and training,
 # ms-swift's loss. True and 1 mean that it is learned, false and 0 that it is not.
 LEARNED = ("weight", "train", "training", "loss")
 FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False), (1, True))
 
-# Keys that are refused, because they would change the shown or learned text and are not read. Empty
+# Refused keys: they are not read, although they would change the shown or learned text. Empty
 # values count as missing.
 _NOT_TEXT = "image images video videos audio audios"
 _LEARNING = (
@@ -135,7 +135,8 @@ class Row(NamedTuple):
     """A row in the form that a template gets.
 
     Attributes:
-        messages: each has a role and, unless it only has calls, a content: text or a list of parts.
+        messages: each has a role and, unless it has only calls, a content (text or a list of
+            parts).
         names: the name of each message in errors.
         learned: whether each message is learned if the assistant says it.
         tools: an object for each tool, or None if the row has none.
@@ -206,7 +207,7 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
     """Returns a list of objects, or None if `value` is null or blank text.
 
     `value` is a list, one object, or the JSON text of either; each object in a list may be JSON
-    text, too. Raises Refused about `what`.
+    text, too. Raises Refused; the error calls the value `what`.
     """
     if isinstance(value, str):
         if not value.strip():
@@ -229,7 +230,7 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
 def read_row(row: Any) -> Row:
     """Returns a row in the form that a template gets.
 
-    Raises Refused, whose message continues a sentence that begins with the row.
+    Raises Refused with a message whose subject is the row, such as "is not an object".
     """
     if not isinstance(row, dict):
         raise Refused("is not an object")
@@ -321,7 +322,7 @@ def _bare(key: str) -> str:
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     """Returns the tools of a row as objects with a name, or None if no tools are given.
 
-    Functions in the format of 2023 become tools. Raises Refused.
+    Functions in OpenAI's format of 2023 become tools. Raises Refused.
     """
     tools = _objects(row.get(TOOLS), TOOLS)
     functions = _objects(row.get(FUNCTIONS), FUNCTIONS)
@@ -351,7 +352,7 @@ def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(properties, str):
         properties = _spelled(properties, dict, f"properties in {what}")
     if isinstance(schema, dict) and isinstance(properties, dict):
-        # A null is no schema: it comes from a table in which all tools have the same columns.
+        # A null is not a schema: it comes from a table where all tools have the same columns.
         own = {key: value for key, value in properties.items() if value is not None}
         given["parameters"] = {**schema, "properties": own}
     return given
@@ -367,7 +368,8 @@ def name_of(called: Mapping[str, Any]) -> str:
 def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
     """Returns the system text to put before a row's messages.
 
-    Returns None if the row has no such text, or if its first message holds it. Raises Refused.
+    Returns None if the row has no such text, or if the first message already has it. Raises
+    Refused.
     """
     given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
     for key, text in given.items():
@@ -495,7 +497,7 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
 
 
 def _content(given: Mapping[str, Any], number: int) -> Any:
-    """Returns a message's content, text or a list of parts, or None if the message only has calls.
+    """Returns a message's content (text or a list of parts), or None if it has only calls.
 
     Raises Refused.
     """
@@ -590,9 +592,9 @@ def _floats(value: Any) -> Iterator[float]:
 
 
 def as_of_today(messages: Sequence[Message]) -> list[Message]:
-    """Converts messages in the format of 2023.
+    """Converts messages from OpenAI's format of 2023.
 
-    Calls become `tool_calls`, and results get the role tool.
+    A `function_call` becomes `tool_calls`, and the role function becomes tool.
     """
     if not any(CALL_OF_2023 in message for message in messages):
         return list(messages)
@@ -661,8 +663,9 @@ Has = Callable[[str], bool]
 def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
     """Returns the keys of a row that nothing reads.
 
-    `reads` tells whether the template reads a key, and `takes` whether it reads a variable. Raises
-    Refused for a key that would change the shown text, and for results of calls in a wrong order.
+    `reads` returns whether the template reads a key, and `takes` whether it reads a variable.
+    Raises Refused for a key that would change the shown text, and for results of calls in the wrong
+    order.
     """
     found = row.unread | {f"{plain(key)} of {KWARGS}" for key in row.more if not takes(key)}
     for key in row.optional:
@@ -683,7 +686,7 @@ def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
 def _check_order(row: Row) -> None:
     """Raises Refused for results of calls that are not in the order of the calls.
 
-    A template that shows no ids would show such a result as that of another call.
+    A template that shows no ids would attribute such a result to another call.
     """
     calls: list[Any] = []
     last = -1

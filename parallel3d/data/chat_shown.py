@@ -63,8 +63,8 @@ class Anchors:
 
         Args:
             begin, end: the characters before and after an anchor's number.
-            inside: whether anchors are put inside the messages of other roles than the
-                assistant's, not at their ends.
+            inside: whether anchors go inside messages of roles other than assistant, not at their
+                ends.
             names: whether anchors are put into the names of tools and calls, too.
         """
         self._begin = begin
@@ -217,7 +217,7 @@ class Shown:
         return False
 
     def speakers(self, turn: tuple[int, int]) -> set[int]:
-        """Returns the numbers of the assistant's messages with a text that ends within `turn`."""
+        """Returns the numbers of the assistant's messages that have an anchor within `turn`."""
         return {
             owner[1]
             for owner, places in self._places.items()
@@ -295,7 +295,7 @@ class Shown:
         return None
 
     def words_end(self, number: int, begin: int) -> int:
-        """Returns where the words of message `number` end. Raises Refused, also if it has calls."""
+        """Returns where the words of message `number` end. Raises Refused if that is unknown."""
         words, place = _words(self.rendering.messages[number]), self._place(number, self._places)
         if _calls(self.rendering.messages[number]):
             raise self.unknown(number)
@@ -307,7 +307,7 @@ class Shown:
         return at + len(words)
 
     def silent(self, number: int) -> Refused:
-        """Returns the error for a turn of which only the end would be learned."""
+        """Returns the error for a turn without words, because only its end would be learned."""
         return Refused(f"has {self.row.names[number]}, in which only the end would be learned")
 
     def unknown(self, number: int) -> Refused:

@@ -152,11 +152,11 @@ class Template:
         """Whether the template reads thoughts under a key of their own."""
         return any(map(self.reads, THOUGHTS))
 
-    # Some templates want text, others want parts or objects. Small test rows tell which.
+    # Some templates want text, others want parts or objects. Small test rows show which.
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template shows a content that is a list of parts as the parts' texts."""
+        """Whether the template shows the texts of a content that is a list of parts."""
         words = ("onlyasked", "onlytold")
         roles = zip((USER, ASSISTANT), words, strict=True)
         rows = [{"role": role, "content": [{"type": "text", "text": word}]} for role, word in roles]
@@ -255,7 +255,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # Like in transformers, this filter writes JSON without jinja2's HTML escapes.
+        # This filter writes JSON without jinja2's HTML escapes, as in transformers.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         try:
@@ -280,8 +280,8 @@ def _refuse(message: str) -> NoReturn:
 def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
     """Returns the chat templates of a tokenizer by name. Raises UserError if there is none.
 
-    Template files replace the templates in tokenizer_config.json, like in transformers. The
-    template of a processor is used if there is no other.
+    Template files replace the templates in tokenizer_config.json, as in transformers. The template
+    of a processor is used if there is no other.
     """
     folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
     if folder is not None:

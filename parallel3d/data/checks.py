@@ -83,7 +83,7 @@ PATHS = {
 
 
 class Weights(NamedTuple):
-    """The exact weights of corpora, by prefix, that hold from token `first` of the run on.
+    """The exact weights of corpora, by prefix, that apply from token `first` of the run on.
 
     A weight of None stands for the corpus's number of tokens; the other weights are then numbers of
     tokens, too.

@@ -130,7 +130,7 @@ class Corpus:
 
     @classmethod
     def of(cls, tokens: Tokens, held_out: int, tokenizer: Tokenizer, **more: Any) -> Corpus:
-        """Makes a corpus of `tokens` of `tokenizer`, of which the last `held_out` are held out."""
+        """Makes a corpus from `tokens` of `tokenizer`; the last `held_out` tokens are held out."""
         split = len(tokens) - held_out
         return cls(
             *(tokens.part(0, split), tokens.part(split, len(tokens))),
@@ -195,7 +195,7 @@ class Corpus:
     ) -> DatasetOrder:
         """Returns the samples of one part.
 
-        Samples to train on are shuffled; held-out samples are in order and reach the last token.
+        Samples to train on are shuffled; held-out samples are in order and include the last token.
         `name` identifies a part of a blend, so that each part has an order of its own.
         """
         tokens, shuffle = self.part(held_out), not held_out
@@ -213,7 +213,7 @@ class Corpus:
 def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Returns where documents start in a part that starts at token `first`.
 
-    This is a function of the module, because a closure could not be pickled.
+    This is a module-level function, because a closure could not be pickled.
     """
     return pair.starts(first + begin, first + end) - first
 
@@ -253,7 +253,7 @@ class Blend:
     def taught(self) -> Roles:
         """The tokens that begin and end the corpora's documents.
 
-        The beginning is that of the first corpus that has one.
+        The tokens at the beginning are those of the first corpus that has any.
         """
         parts = [corpus.taught for corpus in self.corpora]
         begin = next((roles.begin for roles in parts if roles.begin), ())
@@ -320,7 +320,7 @@ class Blend:
 
 
 def history_until(history: str, samples: int) -> list[str]:
-    """Returns the stages of a `Blend.history` that gave some of the first `samples` samples."""
+    """Returns the stages of a `Blend.history` that contribute to the first `samples` samples."""
     stages = history.split()
     return [stage for stage in stages if int(stage.partition(":")[0]) < max(1, samples)]
 
@@ -375,8 +375,8 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
 def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
     """Returns the tokenizer and the documents of a text, and lines on how its files are read.
 
-    Raises UserError, also if plain files have too few bytes for byte tokens. Other tokens are
-    counted only when they are made.
+    Raises UserError, for example if plain files are too short for byte tokens. Other tokens are
+    counted later, when the text is tokenized.
     """
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     documents, lines = take_documents(data)
@@ -423,8 +423,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
 
 
 def _check_windows(corpus: Corpus, seq_length: int) -> None:
-    """Raises UserError if the training or held-out conversations do not fill a sample, or if their
-    samples have no learned token."""
+    """Raises UserError if a part of the conversations has no full sample or no learned token."""
     for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
         if not len(tokens):
             continue
@@ -509,7 +508,7 @@ def _open_pairs(
 
 
 def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> WeightPeriod:
-    """Returns a stage whose weights are whole numbers, by the index of the corpus."""
+    """Returns a stage with whole weights by index of the corpus, and its start in samples."""
     typed = stage.by_prefix
     members = [k for k, corpus in enumerate(corpora) if corpus.name in typed]
     exact = [typed[corpora[k].name] or Fraction(len(corpora[k].train)) for k in members]
@@ -675,7 +674,7 @@ def check_data(
     vocab_size: int | None = None,
     samples: int = 0,
 ) -> list[str]:
-    """Checks the inputs of `open_corpus`, as far as names, sizes and permissions tell.
+    """Checks the inputs of `open_corpus`, as far as names, sizes and permissions allow.
 
     The launcher calls this function before workers start, so it reads only the first bytes of text
     files, writes nothing and does not import torch. It counts only byte tokens and the tokens of
@@ -840,9 +839,8 @@ def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) 
 def sets_of(data: DataConfig) -> dict[str, DataConfig]:
     """Returns a `data` section for each validation set, whose text is all held out.
 
-    A set is a pair, given by its prefix or the name of one of its files, or it consists of other
-    files, which hold conversations with data=chat and text otherwise. Raises UserError for anything
-    else.
+    A set is either a pair, given by its prefix or one of its files, or other files, which hold
+    conversations if data=chat and text otherwise. Raises UserError for anything else.
     """
     found = {}
     for name, path in (data.valid or {}).items():
@@ -858,7 +856,7 @@ def sets_of(data: DataConfig) -> dict[str, DataConfig]:
 def _prefix_of(path: str) -> str | None:
     """Returns the prefix of the pair that a path names, or None if the path names no pair.
 
-    Raises UserError for the address of a file that is not of a pair, and for a folder of pairs.
+    Raises UserError for the address of a file outside a pair, and for a folder of pairs.
     """
     bare, end = os.path.splitext(path)
     local = os.path.expanduser(path)
@@ -887,7 +885,7 @@ def _prefix_of(path: str) -> str | None:
 
 
 def named_form(path: str) -> Form | None:
-    """Returns the format that a file's name tells, or None if it is unknown or not read."""
+    """Returns the format that a file's name indicates, or None if it is unknown or not read."""
     try:
         return named(file_name(path))
     except NotTaken:

@@ -97,7 +97,7 @@ class Sorted(NamedTuple):
 
     Attributes:
         taken: the format of each file that is read, by the file's name.
-        splits: the split that each file's name tells, by the file's name.
+        splits: the split that each file's name indicates, by the file's name.
         left_out: the names of files that are left out, by the reason.
     """
 
@@ -123,8 +123,8 @@ def sort_out(
     Args:
         files: the first bytes of each file by its relative name; b"" if the file is empty, None if
             its bytes are unknown.
-        typed: the kind that the user gave, or None if the files tell their kinds.
-        asked: words of the glob, whose splits are read even next to training files.
+        typed: the kind that the user gave, or None if each file's kind is determined from the file.
+        asked: words of the glob; splits that they name are read even next to training files.
         web: whether the files come from a web server.
         held_out: whether the files are for evaluation, not for training.
     """
@@ -171,7 +171,7 @@ def _in_folder(below: str, error: NotTaken) -> NotTaken:
 
 
 def _no_document(below: str) -> str | None:
-    """Returns why a file of this name is no training document, or None if it may be one."""
+    """Returns why a file of this name is not a training document, or None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
     if any(_MARKS.fullmatch(part) for part in (*folders, name)):
@@ -283,7 +283,7 @@ def label_of(form: Form, split: str) -> str:
 def listing(found: Sorted) -> list[str]:
     """Returns a phrase for each format and split of the files that are read.
 
-    A phrase tells the number of files, the endings of text files, and the folders if there are
+    A phrase states the number of files, the endings of text files, and the folders if there are
     several.
     """
     groups: dict[str, list[str]] = {}

@@ -162,7 +162,7 @@ def look_at_turns(
     lasts = np.flatnonzero(is_spoken & ~after)
     tokens = marked & token_of
     if len(marked) < len(pair) and is_spoken[-1]:
-        lasts = lasts[:-1]  # this turn may continue
+        lasts = lasts[:-1]  # this turn may continue after the tokens read
     enders = _enders(tokenizer)
     ends = Counter[int]()
     blank = _Blank(tokenizer)
@@ -187,7 +187,7 @@ def look_at_turns(
 
 
 class _Blank:
-    """Recognises tokens of white space, which templates may write after the end of a turn."""
+    """Recognises whitespace tokens, which templates may write after the end of a turn."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer

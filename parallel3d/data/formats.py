@@ -1,6 +1,6 @@
 """Recognises file formats by endings and first bytes, and refuses formats that are not read.
 
-A file's ending states its content and its packing, and its first bytes must agree. All code that
+A file's ending states its content and compression, and its first bytes must agree. All code that
 opens a user's file checks the file here: `data tokenize` and `data train-tokenizer`, data=text,
 data=chat, data.valid and `eval tasks=`.
 """
@@ -35,8 +35,8 @@ ROWS_ENDS: Final = {
     **dict.fromkeys((".parquet", ".pq"), PARQUET),
 }
 PROSE = (".txt", ".text")
-# Endings of code and markup. Such files are text, but their names tell no split, and next to files
-# of rows they are taken for descriptions of the rows.
+# Endings of code and markup. Such files are text, but their names indicate no split, and next to
+# files of rows they are regarded as descriptions of the rows.
 CODE = _words(
     ".md .markdown .rst .tex .bib .org .adoc .html .htm .xhtml .xml .css .scss .less .js .mjs .cjs "
     ".ts .tsx .jsx .vue .py .pyi .pyx .c .h .cc .cpp .cxx .hpp .hh .hxx .cu .cuh .m .mm "
@@ -123,8 +123,8 @@ UNFINISHED: Final = _named(
     (".bak .old .orig .backup .save", "a copy of another state", "give the file itself"),
 )
 _LFS = b"version https://git-lfs.github.com/spec/"
-# Each row has an offset, the bytes there, their meaning and a remedy. The meaning of readable
-# packings and parquet is a key of NAMES.
+# Each row has an offset, the bytes there, their meaning and a remedy. For readable compressions and
+# parquet, the meaning is a key of NAMES.
 _MAGIC: Final = (
     (0, b"\x1f\x8b", ".gz", ""),
     (0, b"\x28\xb5\x2f\xfd", ".zst", ""),
@@ -196,11 +196,11 @@ _PAGE = re.compile(
 )
 CONTROLS = bytes({*range(32), 127} - {*b"\0\t\n\v\f\r\b\x1b\x1a"})
 MOST_CONTROLS = 0.01  # largest number of control characters, as a fraction of a text's bytes
-BROKEN = 1000  # at most one of this many characters of a text may be replaced
+BROKEN = 1000  # at most one in this many characters of a text may be replaced
 
 
 class NotTaken(ValueError):
-    """Raised for a file that is not read; the message continues after the file's name."""
+    """Raised for a file that is not read; the message follows the file's name."""
 
 
 class Form(NamedTuple):
@@ -214,13 +214,13 @@ class Form(NamedTuple):
 
 
 class Door(NamedTuple):
-    """A place where users name files, and its rules for reading them.
+    """A place where users name files, and the rules for files named there.
 
     Attributes:
         key: the configuration key, for errors.
         other: advice to give the kind explicitly; the kind follows these words.
         kinds: the kinds that are read from there.
-        column: remedy for a text column with another name than "text"; "" for none.
+        column: remedy for a text column that is not named "text"; "" for none.
         remedy: remedy for a file of another kind.
     """
 
@@ -248,7 +248,7 @@ def file_name(address: str) -> str:
         return address.rstrip("/").rpartition("/")[2]
     if scheme in ("http", "https", "webdav", "ftp"):
         return unquote(urlsplit(address).path).rstrip("/").rpartition("/")[2]
-    # Other stores take any character in a name; ?versionId= and ?download= are no part of it.
+    # Other stores allow any character in a name, but ?versionId= and ?download= are not part of it.
     return unquote(re.sub(r"\?[\w-]+=[^/]*$", "", rest)).rstrip("/").rpartition("/")[2]
 
 
@@ -262,7 +262,7 @@ def endings(name: str) -> tuple[str, str]:
 
 
 def named(name: str, typed: str | None = None) -> Form | None:
-    """Returns the format that a file's name tells, or None if its ending is not known.
+    """Returns the format that a file's name indicates, or None if its ending is not known.
 
     `typed` is the kind that the user gave, or None. Raises NotTaken for a format that is not read.
     """
@@ -297,7 +297,7 @@ def _is_language(name: str, end: str) -> bool:
 def content_of(head: bytes) -> tuple[str, str] | None:
     """Returns the meaning of a file's first bytes, and a remedy; None if they may begin a text.
 
-    The meaning of readable packings and parquet is their key in `NAMES`, and their remedy is "".
+    For readable compressions and parquet, the meaning is a key of `NAMES` and the remedy is "".
     """
     for at, magic, what, remedy in _MAGIC:
         if head.startswith(magic, at) and (not _is_word(magic) or _is_binary(head)):
@@ -323,7 +323,7 @@ def _is_binary(head: bytes) -> bool:
 
 
 def encoding_of(head: bytes) -> str | None:
-    """Returns the encoding that a UTF-16 or UTF-32 byte order mark tells, or None without one."""
+    """Returns the encoding given by a UTF-16 or UTF-32 byte order mark, or None without one."""
     return next((name for mark, name in _BOMS if head.startswith(mark)), None)
 
 
@@ -332,7 +332,7 @@ def check_packing(
 ) -> None:
     """Checks that the first stored bytes of a file agree with its format.
 
-    `typed` tells whether the user gave the kind. Raises NotTaken for bytes of another packing, and
+    `typed` is true if the user gave the kind. Raises NotTaken for bytes of another compression, and
     for bytes of a format that is not read.
     """
     found = content_of(head)
@@ -375,8 +375,8 @@ def check_content(
 ) -> None:
     """Checks that the first bytes of a file's unpacked content agree with its format.
 
-    `typed` tells whether the user gave the kind, and `web` whether the file is from a web server.
-    Raises NotTaken for bytes of another kind.
+    `typed` is true if the user gave the kind, and `web` if the file is from a web server. Raises
+    NotTaken for bytes of another kind.
     """
     if form.packed:
         found = content_of(head)
@@ -548,8 +548,8 @@ def judged(
     """Returns the format of a file by its name and its first bytes `head`.
 
     If `head` is None, the name alone decides. A file without a known ending is text. If the user
-    gave the kind `typed`, the first bytes decide on the packing. Raises NotTaken for a file that is
-    not read.
+    gave the kind `typed`, the first bytes determine the compression. Raises NotTaken for a file
+    that is not read.
     """
     form = named(name, typed) or Form(TEXT, endings(name)[1])
     if head:

@@ -1,5 +1,6 @@
-"""Reads and writes Megatron indexed datasets: `<prefix>.bin` has the tokens, `<prefix>.idx` the
-starts of documents. The code calls the two files a pair.
+"""Reads and writes Megatron indexed datasets, here called pairs.
+
+`<prefix>.bin` has the tokens, and `<prefix>.idx` the starts of documents.
 
     .idx, little-endian: "MMIDIDX\0\0" | u64 version 1 | u8 type code | u64 number of sequences
         | u64 number of documents + 1 | i32 number of tokens of each sequence
@@ -74,9 +75,9 @@ def _no_wait(path: str, flags: int) -> int:
 class IndexedCorpus:
     """A pair as one stream of tokens in document order, which is read on demand.
 
-    The files are not mapped into memory, because the pages of a map that were read would count as
-    this process's memory. A corpus may be pickled: the other process opens the files again.
-    `lengths` has the number of tokens of each sequence; a document has one or several sequences.
+    The files are not mapped into memory, because mapped pages that were read would count as this
+    process's memory. A corpus may be pickled: the other process opens the files again. `lengths`
+    has the number of tokens of each sequence; a document has one or several sequences.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Writes a pair, document after document; `close` moves the complete pair into its place.
+    """Writes a pair, document after document; `close` moves the complete pair into place.
 
     The pair replaces an older one. Memory does not grow with the pair, because lengths go to a
     temporary file. A `with` block that raises leaves no files.
@@ -420,7 +421,7 @@ class CorpusFacts(NamedTuple):
         tokenizer: the tokenizer's digest; "byte" for bytes.
         tokenizer_file: path of the tokenizer.json, relative to the corpus; None for bytes.
         digest: the 16-byte blake2b digest of the .bin, in hex.
-        begin: the tokens with which each document begins; empty if the corpus does not say.
+        begin: the tokens with which each document begins; empty if they are not recorded.
     """
 
     tokenizer: str
@@ -438,8 +439,8 @@ def facts_beside(
 ) -> CorpusFacts | None:
     """Reads `<prefix>.json`; returns None if it is missing, as for pairs of other programs.
 
-    `read` returns the content of a remote file by its name, and raises OSError or ValueError; it is
-    None if the file is local. Raises UserError.
+    `read` returns the content of a remote file by its name, and raises OSError or ValueError; None
+    stands for local files. Raises UserError.
     """
     path = f"{os.fspath(prefix)}.json"
     try:

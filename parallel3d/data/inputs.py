@@ -67,7 +67,7 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
 
 @contextlib.contextmanager
 def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file; yields its unpacked content, and the file itself, which tells the progress.
+    """Opens a file; yields its unpacked content, and the file itself to show the progress.
 
     Raises UserError if the first bytes do not match the format in the name, and errors of the file
     system.
@@ -104,7 +104,7 @@ def is_web(address: str) -> bool:
 
 
 def not_taken(source: Input, error: NotTaken) -> UserError:
-    """Returns the user's error for a file whose name or bytes are refused."""
+    """Returns the UserError for a file whose name or bytes are refused."""
     return UserError(f"{source.key}={show(source.shown)} {error}")
 
 
@@ -198,7 +198,7 @@ BAD = 0.01  # default of the largest share of rows without a document
 def judge(count: Count, least: int, most: float, limit: str, remedy: str) -> None:
     """Raises UserError if there are at least `least` rows and more than the share `most` is bad.
 
-    `limit` and `remedy` are the words of the error for this share and for a remedy.
+    The error names the limit by the words `limit`, and ends with the advice `remedy`.
     """
     if count.rows >= least and count.bad > most * count.rows:
         raise UserError(
@@ -340,7 +340,7 @@ SHARD_BYTES = 2 << 20  # bytes of text in a shard
 
 
 class Position(NamedTuple):
-    """The start of a shard: the input's number, the byte of its content or row group, and line."""
+    """The start of a shard: index of the input, byte of its content or row group, and line."""
 
     file: int = 0
     at: int = 0
@@ -433,7 +433,7 @@ def _skip(content: BinaryIO, count: int) -> None:
 
 
 class Row(NamedTuple):
-    """A row with its number, which in jsonl is the number of its line.
+    """A row and its number, which is the line number in jsonl.
 
     `value` is the bytes of the line in jsonl, and a dict in parquet.
     """
@@ -503,7 +503,7 @@ def _check_flat(source: Input, schema: Any) -> None:
 
 @contextlib.contextmanager
 def _parquet(source: Input) -> Iterator[Any]:
-    """Opens a parquet file. Raises UserError, also if pyarrow is not installed."""
+    """Opens a parquet file. Raises UserError, for example if pyarrow is not installed."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -532,7 +532,7 @@ class Input:
         stamp: the file's version, a time or an ETag; "" if neither is known.
         typed: whether the user gave the kind.
         door: the place where the user named the file.
-        split: the split that the name tells if the file is from a folder; "" for none.
+        split: the split that the name indicates if the file is from a folder; "" for none.
     """
 
     address: str
@@ -579,8 +579,8 @@ class Taken(NamedTuple):
 def find_inputs(given: str, kind: str | None = None) -> list[Input]:
     """Returns the files of `input=…`, each once.
 
-    `kind` is the kind of all files, or None if each file's name tells it. Raises UserError for an
-    item that is missing, cannot be listed or read, or holds no files.
+    `kind` is the kind of all files, or None if each file's name determines it. Raises UserError for
+    an item that is missing, cannot be listed or read, or holds no files.
     """
     return take_inputs(given, kind).inputs
 
@@ -637,7 +637,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         try:
             info = files.info(path)
         except FileNotFoundError:
-            # In a web address, `?` begins a query and is no wildcard.
+            # In a web address, `?` begins a query and is not a wildcard.
             if not set("*[" if is_web(item) else "*?[") & set(path):
                 near = None if "://" in item else nearest_path(path)
                 hint = f"; the nearest is {near}" if near else f": {HOW}"
@@ -654,7 +654,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         if not names:
             verb = "holds no files (hidden ones do not count)" if info else "matches no file"
             raise UserError(f"input={show(item)} {verb}: {HOW}")
-        # On other hosts, each look would cost a request, so files are inspected when opened.
+        # On other hosts, each inspection would cost a request, so files are inspected when opened.
         heads = {
             inner: _head(files, below[name])
             if is_local(files) or not below[name].get("size")
@@ -757,11 +757,11 @@ def _input(
     split: str = "",
 ) -> Input:
     name = info["name"]
-    if is_local(files):  # a listing would have the time of a link, not of its file
+    if is_local(files):  # a listing has the time of the link, not of its target
         stamp = str(os.stat(name).st_mtime)
     else:
         stamp = " ".join(f"{key}={value}" for key, value in version_of(info).items())
-    # A file whose size the server does not tell must not count as empty.
+    # A file whose size the server does not report must not count as empty.
     size = 1 if info.get("size") is None else int(info["size"])
     address = files.unstrip_protocol(name)
     return Input(address, *form, size, stamp, typed is not None, split=split)

@@ -1,4 +1,4 @@
-"""Keys of the training and held-out text."""
+"""Declares the keys of the training and held-out text."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class DataConfig:
 
     @property
     def reads_bytes(self) -> bool:
-        """Whether the keys alone tell that tokens are bytes; a corpus may tell it, too."""
+        """Whether the keys alone imply byte tokens; otherwise a corpus may still have them."""
         return self.tokenizer == "byte" or (
             self.tokenizer is None and self.name in ("stdlib", "text")
         )

@@ -63,11 +63,11 @@ class MicroBatch(NamedTuple):
 class Batches:
     """Reads the micro-batches of one data-parallel rank.
 
-    A step trains on the global batch of the next samples from `first` on, which does not depend on
-    dp and micro_batch_size. Each rank has a contiguous share of the samples, in which its
-    micro-batches follow one another. Without `needs_batch`, as on middle pipeline stages,
-    micro-batches hold only the samples' numbers, their documents if `document_mask` is set, and
-    their padding if `routes` is set.
+    The global batch of a step begins at sample `first` and does not depend on dp or
+    micro_batch_size. Each rank has a contiguous share of its samples, divided into consecutive
+    micro-batches. Without `needs_batch`, as on middle pipeline stages, micro-batches hold only the
+    samples' numbers, their documents if `document_mask` is set, and their padding if `routes` is
+    set.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Batches:
             stride: number of samples of all ranks in a step; above 0, a thread reads ahead.
             split: how context-parallel ranks split a sample, or None if they do not. Each rank
                 reads the whole sample and keeps its own tokens.
-            vocab_size: the vocabulary size by which samples are checked, or None for no check.
+            vocab_size: the vocabulary size against which samples are checked, or None for no check.
             routes: whether the stage has experts, which must know the padding.
         """
         self.source = source
@@ -110,9 +110,9 @@ class Batches:
         self.resize(num_microbatches, stride)
 
     def resize(self, num_microbatches: int, stride: int) -> None:
-        """Sets, from the next step on, a rank's number of micro-batches and `stride`."""
+        """Sets a rank's number of micro-batches and `stride` from the next step on."""
         self._num_microbatches = num_microbatches
-        self._imbalances: dict[int, float] = {}  # by number of the micro-batch in the last step
+        self._imbalances: dict[int, float] = {}  # of the last step, by number of the micro-batch
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
             self._ahead = ReadAhead(self.source, self._dp_rank * share, share, stride)
@@ -153,7 +153,7 @@ class Batches:
     def _balance(
         self, numbers: torch.Tensor, samples: Sequence[Sample], documents: Documents | None
     ) -> Balance:
-        """Returns the `Balance` of a micro-batch, which tells experts where padding is."""
+        """Returns the `Balance` of a micro-batch, which marks padding for the experts."""
         length = self.source.seq_length
         lengths = [length if s.used is None else s.used for s in samples]
         lengths = lengths or [length] * self._micro_batch_size
@@ -188,7 +188,7 @@ class Batches:
         return sum(int(np.count_nonzero(sample.loss_mask)) for sample in self._share(first))
 
     def byte_count(self, first: int, sizes: npt.NDArray[np.int64]) -> int:
-        """Sums the sizes of the unmasked labels in this rank's share of the global batch.
+        """Counts the bytes of the unmasked labels in this rank's share of the global batch.
 
         `sizes` has the number of bytes of each token of the vocabulary.
         """
@@ -287,7 +287,7 @@ _PAUSE_S = 1e-4  # pause between two samples, so that the main thread gets the i
 
 
 class ReadAhead:
-    """Reads one rank's samples ahead, which are `share` per step from `first` + `offset` on.
+    """Reads one rank's samples ahead: `share` samples per step, from `first` + `offset` on.
 
     An exception that the source raises for a sample is raised when the sample is taken. The thread
     ends with this object.
@@ -320,7 +320,7 @@ class ReadAhead:
         self._fill()
 
     def sample(self, i: int, keep: bool = False) -> Sample:
-        """Returns sample `i`, and with `keep` holds it ready to be taken again."""
+        """Returns sample `i`; with `keep`, holds it for another call."""
         found = self._ahead.get(i) if keep else self._ahead.pop(i, None)
         if not keep:
             self._fill()
@@ -344,7 +344,7 @@ class ReadAhead:
 
 
 def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
-    """Reads the wanted samples in the thread, until it gets an empty dict."""
+    """Runs in the thread: reads the samples of each dict in `wanted`, until a dict is empty."""
     while samples := wanted.get():
         with suppress(Exception):  # reading the sample raises the same error
             if isinstance(source, Prefetching):
@@ -390,7 +390,7 @@ def check_same_text(corpus: TrainingText, world: Group, device: torch.device) ->
 def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
     """Returns `train` with `epochs` converted to `tokens` by the length of the source's epoch.
 
-    Raises UserError if the source does not tell `windows`, its number of samples.
+    Raises UserError if the source lacks `windows`, its number of samples.
     """
     epochs = train.epochs
     if epochs is None:

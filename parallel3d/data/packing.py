@@ -124,9 +124,9 @@ def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[in
 
 
 class PackSampler:
-    """Makes samples of packs, epoch after epoch.
+    """Makes samples from packs, epoch after epoch.
 
-    Neither padding nor the first token of a document is a label.
+    Neither padding nor the first token of a piece counts as a label.
     """
 
     masks = True
@@ -201,7 +201,7 @@ class PackingPlan:
     def __init__(
         self, files: Mapping[str, WatchedFile], facts: Mapping[str, Any], capacity: int
     ) -> None:
-        """Opens a plan by its files and builder's facts. Raises ValueError if it is damaged."""
+        """Opens a plan from its files and builder's facts. Raises ValueError if it is damaged."""
         self.watched = files[".packs"]
         self.capacity = capacity
         self.packs = int(facts["packs"])
@@ -223,8 +223,9 @@ class PackingPlan:
 def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Pieces:
     """Cuts the documents of a stream into pieces of at most `capacity` tokens.
 
-    A piece of a document starts with the last token of the piece before, so every token except a
-    document's first is a label once. A document of one token has no label and is left out.
+    Each further piece of a document starts with the last token of the previous piece, so every
+    token except a document's first is a label once. A document of one token has no label and is
+    left out.
 
     Args:
         begins: the first token of each document; begins[0] is 0.

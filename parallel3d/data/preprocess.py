@@ -1,8 +1,8 @@
-"""Trains tokenizers, and tokenizes text into corpora by several processes.
+"""Trains tokenizers, and tokenizes text into corpora in several processes.
 
 A killed run can be continued: `<to>.partial/` holds the tokens and lengths written so far, and
 journal.json records how many of them are flushed, and the position in the inputs after them. A
-new start cuts off all that was written after the last flush.
+new start cuts off everything written after the last flush.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Journal:
                 self._resume()
                 yield self
             except OSError as error:
-                if error.filename is None:  # errors of a write name no file
+                if error.filename is None:  # write errors name no file
                     error.filename = str(self.folder)
                 raise
             finally:
@@ -302,7 +302,7 @@ def begin_worker(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
 
 
 # Training of a tokenizer: byte-level BPE with one special token, which separates documents
@@ -428,7 +428,7 @@ def tokenize(
     """Writes a corpus, or continues one. Calls `progress` after each shard.
 
     Raises UserError for unusable inputs or tokenizer, too many bad rows, or an existing corpus. The
-    next start continues from the work done, also after a kill.
+    next start continues from the work done, even after a kill.
     """
     if unknown := next((each for each in job.inputs if not each.stamp), None):
         raise UserError(

@@ -48,7 +48,7 @@ class BlockCache:
     """The folder of blocks, with a subfolder for each file."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """Opens `folder`, to hold at most about `most` bytes, as each process counts by itself.
+        """Opens `folder`, limited to about `most` bytes; each process counts separately.
 
         Raises UserError for a folder that cannot be used, or that belongs to another user, who
         could put any text in it.
@@ -201,7 +201,7 @@ class BlockFile:
         return content[at - first * BLOCK : end - first * BLOCK]
 
     def will_read(self, size: int, at: int) -> None:
-        """Starts to fetch the missing blocks of `size` bytes from byte `at` on."""
+        """Starts fetching the missing blocks among `size` bytes from byte `at` on."""
         for number in range(at // BLOCK, (min(at + size, self.size) - 1) // BLOCK + 1):
             if not self._file(number).exists():
                 self._fetched(number)

@@ -57,7 +57,7 @@ class Finite(Protocol):
 
 @runtime_checkable
 class Masking(Protocol):
-    """A source that tells whether a loss mask can contain False.
+    """A source that states whether its loss masks can contain False.
 
     If no mask can contain False, `Batches.token_count` reads no sample. A source that is not
     `Masking` is assumed to have such masks.
@@ -138,7 +138,7 @@ class Order:
 
 
 class Sampler:
-    """Makes samples of windows of seq_length + 1 tokens at multiples of seq_length.
+    """Makes samples from windows of seq_length + 1 tokens at multiples of seq_length.
 
     Neighbouring windows share one token, which is the last label of the first window and the first
     input of the second, so every token but the stream's first is a label once an epoch. Tokens
@@ -231,7 +231,7 @@ class FirstSamples:
     """The first `count` samples of a source, followed by samples without a label.
 
     The samples without a label fill up the last global batch, and add nothing to the loss or to the
-    number of tokens. Each of the `count` samples thus counts once for every size of the batch.
+    number of tokens. Each of the `count` samples thus counts once, whatever the batch size.
     """
 
     masks = True

@@ -78,7 +78,7 @@ class Document(NamedTuple):
     Attributes:
         name: path relative to the folder or glob given by the user.
         kind, packed: format of the file and of its compression.
-        mark: the encoding that a byte order mark tells; "" without a mark.
+        mark: the encoding given by a byte order mark; "" without a mark.
     """
 
     name: str
@@ -360,7 +360,7 @@ def cached_text(
     """Returns the tokens of `documents` from the cache in `folder`.
 
     Each text follows the tokens `begin` and ends with an end-of-text token. With byte tokens, only
-    end-of-text tokens separate texts, as the documents of the pair are blocks of a text. Raises
+    end-of-text tokens separate texts, since the documents of the pair are blocks of texts. Raises
     UserError if the folder or a document cannot be used.
     """
 

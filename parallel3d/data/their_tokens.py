@@ -1,4 +1,4 @@
-"""Compares a tokenizer's prompts with transformers' prompts, if transformers is installed."""
+"""Compares how a tokenizer and transformers encode prompts, if transformers is installed."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ class ByteTokenizer:
         self.vocab_size = 257
         self.eot = 256
         self.ends = frozenset((self.eot,))
-        # In training, each text follows the end of another. Prompts do too, even in an export.
+        # In training, each text follows an end-of-text token, so prompts do, too, even in an
+        # export.
         self.begin = self.prefix = [self.eot]
         self.bos: list[int] = []
 
@@ -86,7 +87,7 @@ class ByteTokenizer:
         return {key: own[key] for key in DECIDES}
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns the number of each token, by the token's spelling in `files`."""
+        """Returns the id of each token by its spelling in `files`."""
         return _opened(byte_tokenizer()).get_vocab(with_added_tokens=True)
 
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -187,7 +188,7 @@ class FileTokenizer:
 
     Attributes:
         name: name given by the user.
-        vocab_size: the largest token number + 1.
+        vocab_size: the largest token id + 1.
         eot: token that ends a text; `eot_text` is its spelling.
         bos: tokens put before every text, as with Llama; empty if the only such token
             is `eot`, which already ends the preceding document.
@@ -214,7 +215,7 @@ class FileTokenizer:
             vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
             added = inner.get_added_tokens_decoder()
             own_prefix, self._suffix = _around(inner)
-            # From here on, the post-processor would only trim blanks from the places of tokens.
+            # From here on, the post-processor would only trim blanks from the offsets of tokens.
             inner.post_processor = None
         except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, PASSED_ON):
@@ -339,7 +340,7 @@ class FileTokenizer:
         return sentences
 
     def _spells(self, text: str, token: int | None = None) -> bool:
-        """Returns whether the tokens of a text include `token`, or any at all if it is None."""
+        """Returns whether the tokens of a text include `token`; None stands for any token."""
         try:
             found = self.encode(text.encode())
         except Unencodable:
@@ -437,7 +438,7 @@ class FileTokenizer:
         """Returns the tokens of a text with their places; special tokens in it are plain text.
 
         Args:
-            stand_ins: the character that stands for each meant special token in `text`.
+            stand_ins: the character that represents each special token in `text`.
         """
         if self._stand_ins.items() - stand_ins.items() or self._twin is None:
             self._twin = _opened(self._content)
@@ -498,7 +499,7 @@ class FileTokenizer:
         return self._inner.decode(known, skip_special_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns the number of each token, by the token's spelling."""
+        """Returns the id of each token by its spelling."""
         return self._inner.get_vocab(with_added_tokens=True)
 
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -554,7 +555,7 @@ class FileTokenizer:
         return found
 
     def all_ends(self, told: Any) -> int | list[int]:
-        """Returns the eos_token_id `told`, or `eot` if None, with the ends learned in a run."""
+        """Returns the eos_token_id `told` (`eot` if None), plus the ends learned in a run."""
         first = [self.eot] if told is None else told if isinstance(told, list) else [told]
         more = [] if self.roles is None else [n for n in self.roles.ends if n not in first]
         if more or told is None:
@@ -600,10 +601,10 @@ def _opened(content: bytes) -> Any:
 
 
 def _check_numbers(content: bytes, vocabulary: Mapping[str, int], where: str) -> None:
-    """Raises UserError for tokens whose numbers are ambiguous.
+    """Raises UserError for ambiguous token ids.
 
-    These are added tokens to which the library gives another number than the file, and several
-    tokens with one number.
+    An id is ambiguous if the library gives an added token another id than the file, or if several
+    tokens share it.
     """
     for added in json.loads(content).get("added_tokens") or ():
         number = vocabulary.get(added["content"])
@@ -735,7 +736,7 @@ class Decoding:
         return text
 
     def _new(self) -> str:
-        """Returns the text that was not returned yet, decoded after the tokens before it."""
+        """Decodes the tokens not returned yet, in the context of the tokens before them."""
         first = max(0, self._shown - CONTEXT)
         before = self._tokenizer.decode(self._tokens[first : self._shown])
         return self._tokenizer.decode(self._tokens[first:])[len(before) :]
@@ -819,7 +820,7 @@ def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | No
     """Compares the configured tokenizer `here` with `there`, the tokenizer of the weights `where`.
 
     Returns None if they are equal, or a sentence if only ends, splits or additional tokens differ.
-    Raises UserError if a token's number differs, as its embedding would stand for another text.
+    Raises UserError if a token's id differs, as its embedding would belong to another text.
     """
     if there.digest == here.digest:
         return None

@@ -72,8 +72,8 @@ def size_of(file: File) -> int:
 def mark_of(file: File) -> str:
     """Returns a string that changes if the file may have changed; it begins with the size and ":".
 
-    The string holds the present times and inode of a local file, or the version of a remote file
-    that was opened.
+    The string holds the present times and inode of a local file, or the opened version of a remote
+    file.
     """
     if not isinstance(file, IOBase):
         return file.mark
@@ -196,12 +196,12 @@ class Tokens:
 
 
 REBUILD = "remove it and start again: it will be rebuilt"
-# limit in bytes; larger files are not read again whole, because each rank would read them
+# limit in bytes; larger files are not reread in full, because every rank would do so
 PROVED = 256 << 20
 
 
 class Proof(Enum):
-    """The result of comparing a file again: the same in whole, the same in samples, or changed."""
+    """The result of checking a file again: unchanged, unchanged where sampled, or changed."""
 
     SAME = 1
     SAMPLED = 2
@@ -218,7 +218,7 @@ class WatchedFile:
 
         Args:
             prove: compares the content with that at the time of opening.
-            remedy: tells the user what to do after a change.
+            remedy: advice to the user after a change.
             digest: digest of the whole file; "" if it is not known.
         """
         self.file = file

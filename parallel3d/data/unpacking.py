@@ -1,4 +1,4 @@
-"""Unpacks gzip, zstd, xz and bzip2 files: all their members, frames or streams, up to the end."""
+"""Unpacks gzip, zstd, xz and bzip2 files with all their members, frames or streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zlib
 from typing import Any, BinaryIO
 
 TAKEN = 1 << 12  # packed bytes read at a time; zstd may unpack them to 128 MB in memory
-MOST = 1 << 20  # the most bytes that the other formats unpack at a time
+MOST = 1 << 20  # largest number of bytes that formats other than zstd unpack at a time
 PADDED = (".gz", ".xz")  # formats that allow zero bytes after a frame
 
 
@@ -51,7 +51,7 @@ class Unpacked(io.RawIOBase):
     """A stream of the unpacked content of a file.
 
     Reading raises EOFError if the file ends inside a frame, and the library's error for bytes that
-    are not a frame. Some of the libraries' own readers take either for the end of the file.
+    are not a frame. Some of the libraries' own readers treat either as the end of the file.
     """
 
     def __init__(self, file: BinaryIO, packed: str) -> None:

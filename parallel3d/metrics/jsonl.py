@@ -5,7 +5,7 @@ The line of a step has the entries `step`, `loss`, `grad_norm`, `lr`, `tokens`, 
 survives a change of the batch size. A line may also have these entries:
 
 - `times`: rank 0's seconds by kind (`comm.step_timer`). On an accelerator, only some lines have it,
-  and it describes the step before.
+  and it describes the previous step.
 - `memory`: rank 0's peak bytes so far, on an accelerator (`metrics.peak`).
 - `skipped: true`: the gradients were not finite, or, if `loss` is null, the global batch had no
   token to learn.
@@ -91,7 +91,7 @@ def value(row: Mapping[str, Any], key: str) -> float | None:
 
 
 class MetricsFile:
-    """Appends lines to a `metrics.jsonl`; on resume, first drops the steps that will run again.
+    """Appends lines to `metrics.jsonl`; on resume, first drops the steps that will run again.
 
     It drops lines of `first_step` and later, damaged lines, and a last line that a crash cut off,
     and keeps the previous file as `metrics.jsonl.1`, `.2`, … It logs how many lines were damaged,
@@ -186,7 +186,7 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Atomically replaces the file `path` by `content` as JSON."""
+    """Atomically replaces the file `path` with `content` as JSON."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
     replace_durably(path, f"{text}\n".encode())
 
@@ -265,7 +265,7 @@ def _keep_before(
 
 
 def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:
-    """Replaces the file at `path` by one with these lines; returns the path of the old copy.
+    """Rewrites the file at `path` with these lines; returns the path of a copy of the old file.
 
     After an interruption, even a power cut, `path` is either the old file or the new one.
     """

@@ -15,8 +15,7 @@ from parallel3d.config.values import (
 
 @dataclass
 class LoggerConfig:
-    """Loggers that get the metrics in addition to `metrics.jsonl`, such as `logger=wandb` or
-    `logger=[wandb,tensorboard]`."""
+    """Loggers besides `metrics.jsonl`, such as `logger=wandb` or `logger=[wandb,tensorboard]`."""
 
     RESUME: ClassVar[str] = FREE
     name: Any = key(

@@ -287,7 +287,7 @@ class WandbLogger:
             self._guard(lambda: run.log(row))
 
     def flush(self) -> None:
-        """Records the last sent row, from which a resumed run tells which rows W&B lacks."""
+        """Records the last sent row, so that a resumed run knows which rows W&B lacks."""
         if (ledger := self._ledger) is not None and self._run is not None:
             self._guard(lambda: ledger.sent(self._last))
 
@@ -327,7 +327,7 @@ class WandbLogger:
         run = self._init(beginning.id)
         self._last = beginning.last
         if run.resumed and (step := run.summary.get("step")) is not None:
-            # The server tells its last step, but not whether that step's evaluation arrived.
+            # The server reports its last step, but not whether that step's evaluation arrived.
             there = Row(int(step), evaluation=True)
             if beginning.changed and there.step >= self._first_step:
                 run.finish()

@@ -296,7 +296,7 @@ class Recorder:
     def finish(self, status: str = "finished") -> dict[str, Any]:
         """Closes everything, writes summary.json, prints the closing panel; returns the summary.
 
-        `status` is "finished", or tells why the run ended early: "failed", "interrupted" or
+        `status` is "finished", or the reason for an early end: "failed", "interrupted" or
         "stopped". A second call returns the same summary. Raises RuntimeError before `start`.
         """
         if self._started_at is None:
@@ -347,7 +347,7 @@ class Recorder:
             self._account.kept(row)
 
     def _count(self, row: Mapping[str, Any]) -> None:
-        """Takes the line of a step or an evaluation into the summary."""
+        """Adds the line of a step or an evaluation to the summary."""
         if "eval_loss" in row:
             self._evaluations.append((row["step"], value(row, "eval_loss")))
             self._valid = row.get("valid", {})

@@ -174,7 +174,7 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Returns the number of parameters in words, and of those that a token uses if fewer."""
+    """Returns the number of parameters in words, and the number of active ones if it is smaller."""
     total, active = parameter_count(model), active_parameter_count(model)
     used = f" ({si(active).strip()} active)" if active < total else ""
     return f"{si(total)} parameters{used}"
@@ -330,7 +330,7 @@ def evaluation_lines(reads_bytes: bool, steps: int, row: Mapping[str, Any]) -> l
     """Returns the lines of an evaluation in a run of `steps` steps.
 
     There is one line for the held-out loss, with the losses of some parts of a blend, and one for
-    each validation set. `reads_bytes` tells whether each token is a byte.
+    each validation set. `reads_bytes` is true if each token is a byte.
     """
     loss = value(row, "eval_loss")
     begin = f"eval {row['step']:{len(str(steps))}d}/{steps}  "

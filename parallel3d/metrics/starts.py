@@ -168,7 +168,7 @@ class Account:
             self._late_s += float(row.get("step_time_s") or 0.0)
 
     def begin(self, now: float, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Marks the start of the first step; returns `line` of `starts.jsonl` with the times."""
+        """Marks the start of the first step; returns `line` with the times, for `starts.jsonl`."""
         between = 0.0
         if self._earlier:
             heard_of = self._earlier[-1].account + self._late_s

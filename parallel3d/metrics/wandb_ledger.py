@@ -4,7 +4,7 @@ All starts of a run make one W&B run without repeated steps. A resumed start rep
 the checkpoint, which W&B may already have; and W&B may lack rows that were lost when the run was
 killed. So every session writes lines into a file in the run's folder (LEDGER): before its first
 row, at each checkpoint, and when W&B has confirmed the last row. If a session was killed, the
-ledger does not tell which rows reached W&B's file, and W&B's own tool is used to read that file.
+ledger does not show which rows reached W&B's file, and W&B's own tool is used to read that file.
 
 W&B cannot delete rows. If its rows contradict the resumed run because keys changed, or if nobody
 can tell which rows it has, the run continues in W&B under a new id.
@@ -47,7 +47,7 @@ _HEADER_BYTES = 64  # bytes; a file without records is not longer
 
 
 class UnknownRows(Exception):
-    """Raised when it is unknown which rows W&B has; the message is a clause that tells why."""
+    """Raised when it is unknown which rows W&B has; the message is a clause that says why."""
 
 
 class Row(NamedTuple):
@@ -152,7 +152,7 @@ def begin(
 ) -> Beginning:
     """Chooses the id under which a start from `first_step` continues in W&B; saves it in ID_FILE.
 
-    `keys` are described at `Ledger.begin`. `changed` tells whether some of them differ from the
+    `keys` are described at `Ledger.begin`. `changed` is true if some of them differ from the
     checkpoint's; it is used only if the ledger has no session of this id.
 
     Raises OSError.
@@ -209,9 +209,9 @@ def _keep(run_dir: Path, made: str) -> str:
 def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Returns the id of a new run, and sentences for the user.
 
-    WANDB_RUN_ID is used only if a sweep's agent has set it: if it is set in a shell, it would make
-    all runs that are started there one run in W&B. The run's name is no id either, since it need
-    not be unique in the W&B project.
+    WANDB_RUN_ID is used only if a sweep's agent has set it: a value from a shell would make all
+    runs started there one run in W&B. The run's name is not used either, since it need not be
+    unique in the W&B project.
     """
     given, made = environ.get("WANDB_RUN_ID"), secrets.token_hex(8)
     if not given:
@@ -226,7 +226,7 @@ def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str
 
 
 def _beside(run_dir: Path, id: str) -> Path | None:
-    """Returns the folder of another run beside this one that has this id in W&B, or None."""
+    """Returns the folder of another run with this id in the same parent folder, or None."""
     for file in sorted(run_dir.absolute().parent.glob(f"*/{ID_FILE}")):
         if kept_id(file.parent) == id and not file.parent.samefile(run_dir):
             return file.parent
@@ -236,9 +236,9 @@ def _beside(run_dir: Path, id: str) -> Path | None:
 def _copied_from(run_dir: Path, kept: str) -> Path | None:
     """Returns the folder from which `run_dir` was copied; None if it is not a copy.
 
-    The original is the folder that the ledger names, or without a ledger the folder with the run's
-    name, if that folder has the same id. If the original was moved, it is any other run in the
-    parent folder that has the same id.
+    The original is the folder that the ledger names (without a ledger, the folder with the run's
+    name), if it has the same id. Otherwise, it is any other run in the parent folder that has this
+    id.
     """
     sessions = sessions_of(run_dir)
     home = Path(sessions[-1].home) if sessions else _home_by_name(run_dir)
