@@ -7,7 +7,7 @@ import sys
 
 def main() -> int:
     try:
-        gc.disable()  # imports make no garbage, and collections would take a tenth of their time
+        gc.disable()  # imports create no garbage, and collections would take a tenth of their time
         from parallel3d.cli.command_line import main as command
 
         gc.freeze()

@@ -67,7 +67,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     The call is collective over the world.
 
     Raises UserError if all of the run's checkpoints are marked as damaged: the run would start over
-    although someone may still need them. Raises TrainingFailure as `read_together` does.
+    although these checkpoints may still be needed. Raises TrainingFailure as `read_together` does.
     """
 
     def here() -> tuple[list[str], list[str]]:
@@ -317,7 +317,7 @@ class Checkpoints:
             if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
                 self.say(f"run={self.config.run} has no checkpoint yet: it starts over at step 1")
         if self.config.train.eval_only:
-            return first_step  # nothing will be saved
+            return first_step  # an evaluation saves nothing
         saver = self._prepare_saver()
         if self._copies_ahead(first_step - 1):
             saver.staging.prepare(chunks_by_name(trainer.saved_slices(), shared=True))
@@ -420,7 +420,7 @@ class Checkpoints:
         """
         if self.step_in_flight is None:
             return True
-        assert self.saver is not None  # it has a save in flight
+        assert self.saver is not None  # the saver has a save in flight
         if wait:
             self.saver.join()
         ended = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -441,7 +441,7 @@ class Checkpoints:
             self._log_once(mine.notes)
         if problem is None:
             return True
-        self.saved_step = -1  # so that the same step may be saved again
+        self.saved_step = -1  # allows the same step to be saved again
         if is_overtaken:
             raise TrainingFailure(f"{step_folder(step)} was not written: {problem}")
         if is_bug:

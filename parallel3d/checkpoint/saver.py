@@ -545,7 +545,8 @@ class Saver:
         """Waits for the parts of all ranks, and completes the checkpoint or removes the parts."""
         try:
             parts = [mine, *self._parts_of_others(save)]
-            # This is checked before failures of parts, because another start may have caused them.
+            # Another start is checked for before failed parts, because it may have caused the
+            # failures.
             if self.lease is not None and (other := self.lease.lost_to()) is not None:
                 return SaveResult(other, is_overtaken=True)
             bad = [part for part in parts if part.problem is not None]

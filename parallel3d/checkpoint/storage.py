@@ -354,7 +354,7 @@ def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
             stored[chunk.name].append(chunk)
     for name, chunks in stored.items():
         elements, shapes = sum(c.chunk.elements for c in chunks), {c.full_shape for c in chunks}
-        # This also ensures that a header cannot demand more memory than its file has bytes.
+        # The check also ensures that a header cannot demand more memory than its file has bytes.
         if shapes != {chunks[0].full_shape} or elements != math.prod(chunks[0].full_shape):
             raise DamagedCheckpoint(
                 f"{folder.name} holds {elements} elements of {name}, which are not all of it"

@@ -232,7 +232,7 @@ def from_json(content: dict[str, Any]) -> RankState:
 # fault.
 
 
-UNEVEN = ("all_to_all", "alltoall", "scatter")  # their tensors may differ in size between ranks
+UNEVEN = ("all_to_all", "alltoall", "scatter")  # tensors may differ in size between ranks
 
 
 def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:

@@ -134,7 +134,7 @@ class Health:
         for name, *values in zip(held, *everyone, strict=True):
             if len(set(values)) > 1:
                 self.say(f"step {step}: {self._drift(name, values, group)}")
-                return  # only the first in the model's order, which may cause the others
+                return  # later differences in the model's order may follow from the first one
 
     def _drift(self, name: str, values: list[int], group: Group) -> str:
         layout = self.trainer.groups.layout

@@ -100,8 +100,8 @@ def choose_device(
 ) -> DeviceChoice:
     """Returns the device type for the `ranks_here` ranks of this host, from `device=requested`.
 
-    device=auto takes the CPU only if the driver says that there is no GPU, or there is no driver,
-    and nothing indicates that a GPU is intended.
+    device=auto takes the CPU only if the driver reports no GPU or there is no driver, and if
+    nothing indicates that a GPU is intended.
 
     Args:
         launched: whether a launcher started the ranks. It may show each rank only the rank's own

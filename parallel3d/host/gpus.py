@@ -73,7 +73,7 @@ class Found(NamedTuple):
     Attributes:
         gpus: GPUs that torch can use, in torch's order.
         fault: why an existing GPU cannot be used, and what to do; "" without such a GPU.
-        lack: why there is no GPU, if the driver says so or there is no driver.
+        lack: why there is no GPU, if the driver reports none or there is no driver.
         hints: signs that a GPU is intended.
         remark: a weak sign that a GPU is intended; it does not count as a hint.
         hidden: the mask with which the user hides all GPUs; "" if none, or in a scheduler's job.
@@ -381,7 +381,7 @@ def _of_job(environ: Mapping[str, str]) -> list[str]:
         wanted = value.strip() not in ("", "0", "(null)", "N/A", *NOTHING)
         if name == "SLURM_TRES_PER_TASK":
             wanted = bool(re.search(r"gres[/:]gpu", value))
-        if name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):  # they list indices, so 0 is a GPU
+        if name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):  # lists of indices, so 0 is a GPU
             wanted = value.strip() not in ("", *NOTHING)
         if OF_JOBS.fullmatch(name) and wanted:
             found.append(f"{name}={value}")
@@ -423,7 +423,7 @@ def _bank_size(bank: Path) -> int:
 
 
 def _listed() -> str:
-    """Returns the first line of `nvidia-smi -L`; "" if it fails or says that there is no GPU."""
+    """Returns the first line of `nvidia-smi -L`; "" if it fails or reports no GPU."""
     try:
         ended = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False

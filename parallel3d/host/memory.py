@@ -21,7 +21,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 LARGEST = 2**31 - 1
-# This is above the most frequent allocations, such as a block of attention scores, and below
+# The size is above the most frequent allocations, such as a block of attention scores, and below
 # activations.
 GIVEN_BACK = 6 << 20
 HUGE_PAGE = 2 << 20

@@ -84,9 +84,10 @@ def _limits(root: Path) -> Iterator[tuple[float, float]]:
             used = _number(folder / "memory.current") or 0
             yield min(known), used - _droppable(folder, "")
     for folder in _groups("memory", 1, root):
-        # Without a limit the file has the largest number of pages, far above any machine's.
+        # Without a limit, the file contains the largest number of bytes in whole pages, far above
+        # any machine's memory.
         limit = _number(folder / "memory.limit_in_bytes")
-        # This includes the limits of parent groups that are not mounted here.
+        # hierarchical_memory_limit includes the limits of parent groups that are not mounted here.
         of_all = _statistics(folder).get("hierarchical_memory_limit")
         if known := [each for each in (limit, of_all) if each is not None]:
             used = _number(folder / "memory.usage_in_bytes") or 0

@@ -301,7 +301,7 @@ class Pipeline(nn.Module):
                 )
         except UserError as error:
             self.executor.failure = StageFailure("the batch", error)
-        except Exception as error:  # the user's function raised it
+        except Exception as error:  # the user's function raised the error
             self.executor.failure = StageFailure("Pipeline(weight=…)", error)
         if self.weight is not None and self.is_last and wants_targets:
             shares = self._shares(weights, trains)
@@ -323,7 +323,7 @@ class Pipeline(nn.Module):
         """
         own = sum(weights)
         everyone = torch.tensor(own, dtype=torch.float64, device=self.device)
-        if trains and self.dp.size > 1:  # even after a failure, as the other replicas wait here
+        if trains and self.dp.size > 1:  # also after a failure, as the other replicas wait here
             everyone = collectives.all_reduce(everyone, self.dp)
         total = float(everyone)
         if not total and self.executor.failure is None:
@@ -411,7 +411,7 @@ class Shares:
 
 def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     """Yields the parameters of the modules to which PyTorch's `fully_shard` was applied."""
-    # Importing FSDP2 takes a second; if it is in use, it is imported already.
+    # Importing FSDP2 takes a second; if it is in use, it has been imported already.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for part in (part for module in modules for part in module.modules()):
         if fsdp is not None and isinstance(part, fsdp.FSDPModule):

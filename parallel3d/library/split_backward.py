@@ -78,7 +78,7 @@ def _can_defer(input: Tensor, weight: Tensor) -> bool:
     """
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
-    if backward_hooks(weight):  # autograd would not call them for a deferred gradient
+    if backward_hooks(weight):  # autograd would not call the hooks for a deferred gradient
         return False
     # The recomputation of a checkpointed forward runs outside this mode and must save the same
     # tensors as the first forward.
@@ -103,7 +103,8 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        # x is detached, so that the deferred job does not keep the graph to the stage's input.
+        # x is detached, so that the deferred job does not keep the graph up to the stage's input
+        # alive.
         x = ctx.saved_tensors[0].detach()
         weight, needs_x, with_bias = ctx.weight, ctx.needs_input_grad[0], ctx.bias_shape is not None
         gradients = partial(

@@ -106,7 +106,7 @@ def save(
         _on_first_rank(lambda: _finish(unfinished, step, script, files))
     finally:
         if _rank() == 0:
-            remove_all([unfinished])  # after a success, it has its final name
+            remove_all([unfinished])  # after a success, the folder has its final name
     return unfinished.with_name(step_folder(step))
 
 

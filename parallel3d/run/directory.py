@@ -385,7 +385,7 @@ def check_run(config: Config, *, may_resume: bool = False) -> None:
     found = identity.changes(dataclasses.asdict(there), config)
     is_over = not saved and status(directory) == "finished"
     if may_resume and not is_over:
-        # Without a checkpoint the run begins again, and any keys are allowed.
+        # Without a checkpoint, the run starts over, and any keys are allowed.
         if saved and (refusal := identity.refusal(config.run, found)):
             raise UserError(refusal)
         return

@@ -211,7 +211,7 @@ def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFail
             failure = dataclasses.replace(failure, traceback_file=str(file))
     try:
         write_record(failure, details, run_dir)
-    except OSError as error:  # without a record no other process can log the failure
+    except OSError as error:  # without a record, no other process can log the failure
         print_line(f"{failure.sentence()} (not recorded: {error.strerror})")
     return failure
 
@@ -257,7 +257,7 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
-    if failure.kind in ("hang", "decided"):  # this ends all ranks, so it caused the others
+    if failure.kind in ("hang", "decided"):  # ended all ranks, so it caused the other failures
         return -1, failure.time
     if failure.kind == "killed":
         # The time is when the launcher noticed the death, so an error recorded at the same moment
@@ -279,7 +279,7 @@ def has_steps(app: str, train: TrainConfig) -> bool:
     return app == "train" and not train.eval_only
 
 
-# The store's key that counts the ranks with a user error; the first of them logs it.
+# The store's key that counts the ranks with a user error; the first of these ranks logs the error.
 USER_ERRORS_KEY = "parallel3d/user_errors"
 # Exit code of a local worker that has logged the cause itself because no file could be written.
 EXIT_ALREADY_REPORTED = 63

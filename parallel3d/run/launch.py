@@ -150,7 +150,7 @@ class StopSignals:
     second_interrupts: bool = True
 
     def install(self) -> None:
-        """Installs handlers that note these signals, and unblocks the signals; main thread only."""
+        """Installs handlers for the signals in STOPPING, and unblocks these; main thread only."""
         for number in STOPPING:
             if not is_nohup(number):
                 signal.signal(number, self._note)
@@ -194,7 +194,7 @@ def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None
 def blocked_signals(
     numbers: Sequence[signal.Signals] = STOPPING,
 ) -> Iterator[set[int | signal.Signals]]:
-    """Blocks these signals here and in processes started in the block; yields the previous mask."""
+    """Blocks signals here and in processes started in the block; yields the previous mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield before

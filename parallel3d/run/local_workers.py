@@ -2,8 +2,8 @@
 
 This process, the local launcher, imports torch and then forks the ranks, which takes milliseconds;
 a new interpreter with its imports would take two seconds of a core per rank. A forked process lacks
-the threads of its parent. Therefore this process computes nothing, which would start torch's thread
-pools, and creates its store, which has a thread, after the forks.
+the threads of its parent. Therefore this process computes nothing, because computing would start
+torch's thread pools, and it creates its store, which has a thread, only after the forks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Restarts:
 
 # Seconds after END_SIGNAL until ranks that have not ended (a stopped rank never does) are killed.
 GRACE_S = 3
-LAST_WORDS_S = 2.0  # long enough for waiting ranks, which check once a second if peers live
+LAST_WORDS_S = 2.0  # waiting ranks check once a second whether their peers are alive
 POLL_S = 0.1
 SIGNALS = (*STOPPING, signal.SIGQUIT)
 FORK = multiprocessing.get_context("fork")
@@ -170,7 +170,7 @@ class LocalRanks:
                     signal.signal(number, self._ask_to_stop if asks else _stop)
 
     def _become(self, rank: int, starts: int, blocked: set[int]) -> None:
-        os.setsid()  # Ctrl-C is forwarded by the launcher
+        os.setsid()  # the launcher forwards Ctrl-C
         set_process_name(f"p3d rank {rank}")
         for number in SIGNALS:
             if not is_nohup(number):
@@ -247,7 +247,7 @@ def _signal_session(pid: int, number: signal.Signals) -> None:
 # The launcher
 
 
-DISK_S = 5.0  # a disk that needs more seconds for a few small files counts as dead
+DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 
 
 def listen_here(port: int) -> socket.socket:
@@ -320,7 +320,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
             return 128 + stop.signal
     if exits:
         return _report(layout_of(config), run_dir, exits)
-    if ranks.asked is not None:  # this ends a sweep, too
+    if ranks.asked is not None:  # SystemExit also ends a sweep
         raise SystemExit(code_of_stop(ranks.asked != signal.SIGINT))
     return 0
 

@@ -185,7 +185,7 @@ def find_cluster(
 
 # Subcommands that continue an existing run.
 CAN_RESUME = ("train",)
-READ_A_RUN = ("eval",)  # these write into a folder of an existing run
+READ_A_RUN = ("eval",)  # subcommands that write into a folder of an existing run
 
 RUN_KEY = "parallel3d/run"  # the store's key of rank 0's run, read by the other ranks
 TELL_S = 15.0  # maximum wait for the store of rank 0, which imports torch first
@@ -299,7 +299,8 @@ def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: 
             for start, ranks in (named, (mine["start"], mine["ranks"]))
         ]
         raise OtherStart(f"{where}, {words[0]}; this is {words[1]}: {remedy} (launch.master_port)")
-    # If the start has a name, `agree_on_run` finds this difference and reports it to rank 0, too.
+    # If a variable identifies the start, `agree_on_run` finds a differing run, and also reports it
+    # to rank 0.
     if not place.start and theirs["run"] != run:
         raise OtherStart(
             f"{where}, which have run={show(theirs['run'])}; here it is run={show(run)}: {remedy}, "
@@ -374,7 +375,8 @@ def agree_on_run(
                     named, job_id=place.job_id, may_resume=app in CAN_RESUME
                 )
                 take_run(named, run_dir)
-            # This is set once this process holds the run, so that a later failure can clean it up.
+            # `run_dir` is set only once this process holds the run, because a failure may remove
+            # that directory.
             worker.run_dir = run_dir
         put(before, RUN_KEY, named.run)
         return {
@@ -410,8 +412,8 @@ def _as_on_rank_0(
             f"{place.rank}, host {socket.gethostname()}: give all ranks the same command line"
         )
     worker.device = device_of_rank(kind, place.local_rank)
-    # Rank 0's `init_from` counts: since rank 0 looked for the newest checkpoint of a run that is
-    # still training, that run may have saved another one.
+    # Rank 0's `init_from` counts: it may be the newest checkpoint of a run that is still training,
+    # and that run may have saved another one since.
     config = dataclasses.replace(config, run=message["run"], init_from=message["init_from"])
     other = identity.first_difference(message["keys"], identity.of_all_ranks(config))
     if other is not None:

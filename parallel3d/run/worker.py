@@ -172,7 +172,7 @@ def local_worker_main(
     drop_failed_output()
     begin_on(kind)
     place = detect(os.environ)
-    assert place is not None  # the launcher has set the variables
+    assert place is not None  # the launcher has set the rank's variables
     worker = Worker.at(place, directory, "local")
     worker.phase = "rendezvous with the other ranks"
     if has_steps(app, config.train):

@@ -70,7 +70,7 @@ def read_rope(
         if beta is None:
             raise rope.error(BETA, None, "it must be a number")
         found["query_temperature"] = float(beta)
-        rope.get("max_position_embeddings", 0, int)  # accepted, but has no effect
+        rope.get("max_position_embeddings", 0, int)  # the key is accepted, but has no effect
         if beta and "rope_original_length" not in found:
             found["rope_original_length"] = rope.get(ORIGINAL, None, int)
             if found["rope_original_length"] is None:
@@ -133,7 +133,7 @@ def _read(
         found["rotary_percent"] = _rotary_percent(keys, rope, family, width)
         turned = int(width * found["rotary_percent"])
     if kind == "default":
-        keys.get(ORIGINAL, 0, int)  # accepted, but has no effect
+        keys.get(ORIGINAL, 0, int)  # the key is accepted, but has no effect
         return found
     return found | _SCALINGS[kind](keys, rope, family, positions, turned)
 
@@ -183,7 +183,7 @@ def _factor(rope: Keys, kind: str, positions: int | None = None, original: int =
 
 
 def _linear(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
-    keys.get(ORIGINAL, 0, int)  # accepted, but has no effect
+    keys.get(ORIGINAL, 0, int)  # the key is accepted, but has no effect
     return {"rope_scaling": LINEAR, "rope_scaling_factor": _factor(rope, "linear")}
 
 
