@@ -1,1 +1,1 @@
-"""The training loop of a run, and the hooks that run around its steps."""
+"""Runs the training loop, with hooks around its steps."""

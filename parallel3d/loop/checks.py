@@ -91,8 +91,8 @@ def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | N
     """Raises UserError for steps or ranks to profile that the run does not have.
 
     Args:
-        steps: the number of steps of the run; None if it is not known before the data is open.
-        world_size: the number of ranks; None if it is not known, which accepts all ranks.
+        steps: number of steps of the run, or None if it is unknown until the data is open.
+        world_size: number of ranks, or None if it is unknown, so that all ranks are accepted.
     """
     last_step = LAST_STEP if steps is None else steps
     if not profile.steps:

@@ -17,7 +17,7 @@ class HealthCheck(Hook):
     health: Health
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Checks the step. Raises TrainingFailure on all ranks if the run cannot go on."""
+        """Checks the step. Raises TrainingFailure on all ranks if the run cannot continue."""
         run, before = self.run, self.health.rollbacks
         run.worker.phase = f"looking after step {result.step}"
         run.worker.log.boundary("looking")

@@ -31,13 +31,13 @@ class Run:
 
     @contextmanager
     def spent(self, part: str) -> Iterator[None]:
-        """Records the wall time of a block as time spent on `part`, for the run's goodput."""
+        """Records the wall time of a `with` block as spent on `part`, for the run's goodput."""
         with spent(self.recorder, part):
             yield
 
     @contextmanager
     def watchdog_paused(self, when: bool = True) -> Iterator[None]:
-        """Pauses the watchdog during a block that may take long; no-op if `when` is false."""
+        """Pauses the watchdog during a long `with` block; no-op if `when` is false."""
         watchdog = self.worker.watchdog
         assert watchdog is not None  # `train` has started it
         if when:
@@ -57,7 +57,7 @@ class Run:
 
 @contextmanager
 def spent(recorder: Recorder | None, part: str) -> Iterator[None]:
-    """Records the wall time of a block as time spent on `part`, for the run's goodput.
+    """Records the wall time of a `with` block as spent on `part`, for the run's goodput.
 
     No-op if `recorder` is None.
     """

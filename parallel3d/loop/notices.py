@@ -18,7 +18,7 @@ from parallel3d.text import si
 
 
 def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """Warns of toy defaults and of a job that saves nothing, and logs the choices for auto."""
+    """Warns of toy defaults and of a job that saves nothing, and calls `log_choices`."""
     if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
         print_line(sentence)
     saves = config.train.eval_only or config.checkpoint.every > 0
@@ -31,7 +31,7 @@ def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> 
 
 
 def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """Logs the choices for keys that are auto, and a key that has no effect here."""
+    """Logs the choices for keys that are auto, and warns of a key that has no effect here."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true has no effect: this placement has only one level")
     if config.schedule.name == "auto":
@@ -43,8 +43,8 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         )
 
 
-LARGE = 100  # a model is large from this multiple of the default parameters or vocabulary on
-# Keys that every recipe sets. Without one of TELLING at its default, there is no notice.
+LARGE = 100  # a model is large above this multiple of the default parameters or vocabulary
+# Keys that every recipe sets. There is a notice only if one in TELLING has its default.
 TELLING = ("precision.name", "optim.lr")
 OTHERS = ("optim.lr_warmup_steps", "global_batch_size")
 

@@ -39,7 +39,7 @@ class StepProfiler(Hook):
     (`--capture-range=cudaProfilerApi`).
 
     Attributes:
-        steps: the steps of `profile.steps` that have not been done yet.
+        steps: the steps of `profile.steps` that were not done before the run was resumed.
     """
 
     def __init__(self, trainer: Trainer, worker: Worker) -> None:
@@ -91,7 +91,7 @@ class StepProfiler(Hook):
         watchdog.resume()
 
     def stopped(self, step: int) -> None:
-        """Logs that no profile is written if a signal ended the run among the profiled steps."""
+        """Logs that no profile is written if a signal ended the run within the profiled steps."""
         if step in self.steps[:-1] and self.reports:
             steps = self._steps_text()
             print_line(f"stopped within profile.steps: no profile of {steps} is written")
@@ -158,7 +158,7 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 
 @contextmanager
 def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Iterator[None]:
-    """Marks the forwards of layers with ranges, such as "layers.3.attention", during a block.
+    """Marks the forwards of layers in a `with` block by ranges such as "layers.3.attention".
 
     If the layers are `compiled`, each graph of layers gets one range, because a graph does not call
     the hooks of its modules. Recomputed forwards appear inside the backward that needs them.

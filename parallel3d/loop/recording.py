@@ -1,4 +1,4 @@
-"""Records the metrics of steps, the reading of a blend and the load of experts."""
+"""Records the metrics of steps, the text read from a blend, and the load of experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parallel3d.trainer import StepResult, Trainer
 
 @dataclass
 class StepRecords(Hook):
-    """Records every step on rank 0; `is_profiled` tells whether a step ran under the profiler."""
+    """Records every step on rank 0; `is_profiled(step)` is true for steps under the profiler."""
 
     run: Run
     is_profiled: Callable[[int], bool]

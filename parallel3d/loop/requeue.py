@@ -17,9 +17,9 @@ def leave_marker(
 ) -> None:
     """Logs that a signal stopped the run, and writes `REQUEUE` if the job is to be queued again.
 
-    That is so after a scheduler's signal if the run was saved; otherwise the job would start over.
-    The batch script looks for the file because srun and torchrun do not forward exit codes. No-op
-    on ranks without a recorder.
+    The job is queued again after a scheduler's signal if the run was saved, because otherwise it
+    would start over. The batch script looks for the file because srun and torchrun do not forward
+    exit codes. No-op on ranks without a recorder.
     """
     if recorder is None:
         return

@@ -79,7 +79,7 @@ def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: P
 def _write(path: Path, text: str) -> None:
     try:
         replace_durably(path, text.encode())
-    except OSError as error:  # the run goes on without this file
+    except OSError as error:  # the run continues without this file
         print_line(f"{path} is not written: {error.strerror}")
 
 
@@ -97,7 +97,7 @@ def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
 def seconds_by_stage(
     measured: Timeline, schedule: Schedule
 ) -> Mapping[tuple[Kind, int], list[float]]:
-    """Returns how many seconds each action took, in a list for each kind and stage."""
+    """Returns (kind of action, stage) → seconds of each such action."""
     seconds = defaultdict(list)
     for rank, spans in enumerate(measured.spans):
         for span in spans:
@@ -113,7 +113,7 @@ def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
     def cost(kind: Kind, stage: int) -> float:
         if (kind, stage) in seconds:
             return max(median(seconds[kind, stage]), 1e-9)
-        return cost(Kind.B, stage) / 2  # I and W of an unsplit backward are half of it each
+        return cost(Kind.B, stage) / 2  # I and W are each half of an unsplit backward
 
     stages = range(assignment.stages)
     forward, input, weight = (
@@ -132,8 +132,8 @@ def measured_costs(
 
     Args:
         layers: the layers of each stage.
-        recomputed: how many forwards of a layer each stage recomputes per layer in its backward,
-            whose time is subtracted.
+        recomputed: for each stage, the share of its layers' forward that its backward repeats. The
+            time of these repetitions is subtracted.
     """
     each = [
         (kind, stage, one / len(layers[stage]))

@@ -1,4 +1,4 @@
-"""The hooks of `parallel3d train`, in the order in which they run around a step."""
+"""Lists the hooks of `parallel3d train`, in the order in which they run around a step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Clusters, rank mappings, and the price of a step's communication on them."""
+"""Discovers clusters, maps ranks to GPUs, and prices a step's communication."""

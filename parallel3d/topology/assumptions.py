@@ -26,15 +26,15 @@ def preset(group: str, name: str) -> dict[str, Any]:
 
 
 def chosen_keys(typed: Sequence[str]) -> set[str]:
-    """Returns the keys and groups of overrides: `+model=gpt_tiny` -> `model`."""
+    """Returns the keys and groups that overrides set: `+model=gpt_tiny` → `model`."""
     return {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in typed}
 
 
 def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, list[str]]:
-    """Returns the configuration with a model and a micro-batch size, and what was assumed.
+    """Returns the configuration with an assumed model and micro-batch size, and the assumptions.
 
-    The assumptions are overrides. `typed` are the overrides of the command line. If they choose an
-    experiment or a model, nothing is assumed.
+    The assumptions have the form of overrides. `typed`: overrides of the command line; if they
+    choose an experiment or a model, nothing is assumed.
     """
     keys = chosen_keys(typed)
     if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
@@ -48,7 +48,7 @@ def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, li
 
 
 def full_batch(micro_batch_size: int, pp: int, dp: int) -> tuple[int, str]:
-    """Returns a global batch size that fills the pipeline, and this assumption as words."""
+    """Returns a global batch size that fills the pipeline, and a text with this assumption."""
     microbatches = MICROBATCHES_PER_STAGE * pp
     batch = micro_batch_size * dp * microbatches
     return batch, f"global_batch_size={batch} ({microbatches} micro-batches a replica)"

@@ -49,7 +49,7 @@ class Pair:
 class Hierarchy(NamedTuple):
     """A two-level (hierarchical) reduction.
 
-    It reduces over `inner` members of each domain, and then over `outer` domains. `one_rail` tells
+    It reduces over `inner` members of each domain, and then over `outer` domains. `one_rail`:
     whether every outer group stays on one rail.
     """
 
@@ -70,7 +70,7 @@ class DimLinks:
         crossing: number of all remaining groups.
         rails: number of rails of the first crossing group.
         between_units: number of pairs on one rail that need the spine.
-        hierarchy: the two-level reduction that the groups allow, or None if they allow none.
+        hierarchy: the two-level reduction that the groups allow, or None.
         offending: the first pairs with a slower link than their dimension should have (NVLink for
             tp, cp and ep, one rail for the others).
     """
@@ -108,7 +108,7 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
     flows = flows_of(dim, cluster, groups, placement.layout.loops)
     ring = flows.ring
     if flows.pairs is not None and LinkClass.NONE in flows.pairs.counts:
-        # Some members lack a wire between them, even if neighbours in the ring have one.
+        # All pairs are listed, because pairs without a wire need not be neighbours in the ring.
         ring = Flows(
             cluster, np.repeat(groups, size, axis=1).ravel(), np.tile(groups, size).ravel()
         )
@@ -131,7 +131,7 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
         return Pair((a, b), names, LinkClass(kinds[i]))
 
     wanted = LinkClass.NVLINK if dim in ("tp", "cp", "ep") else LinkClass.RAIL
-    # A refusal names the first pair without a wire, so it is kept beside the first offending pairs.
+    # A refusal names the first pair without a wire, so that pair is always kept.
     shown = (np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS], np.flatnonzero(kinds == LinkClass.NONE))
     return DimLinks(
         dim=dim,
@@ -170,7 +170,7 @@ class Loads:
         return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
     def busiest(self, cluster: Cluster) -> dict[str, tuple[str, float]]:
-        """Returns names and bytes of the busiest NIC and uplink, each only if bytes pass it."""
+        """Returns the name and bytes of the busiest NIC and uplink, unless they have no traffic."""
         nics = np.bincount(cluster.nic, self.nic)
         node, rail = divmod(int(nics.argmax()), cluster.rails)
         unit, leaf = divmod(int(self.port.argmax()), cluster.rails)
@@ -289,7 +289,7 @@ def refuse_unreachable(
 
 
 def _what_works(placement: RankMapping, transfers: list[Transfer]) -> str:
-    """Returns words that name the nearest order or layout with wires between all neighbours."""
+    """Returns a phrase that names the nearest order or layout with wires between all neighbours."""
     layout, cluster = placement.layout, placement.cluster
     default, *others = orders(layout)
     tried = [t for t in (default.snaked(cluster.domain_gpus), *others) if t is not None]

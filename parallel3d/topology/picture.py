@@ -3,7 +3,7 @@
 Each row is a node. Each cell is a GPU with its rank, in the colour of the group that it shares with
 the chosen rank. The GPU's NVLink is drawn below the cell; its NIC, and the line from there up to
 the leaf switch of its rail, are drawn to the right of the cell. One uplink of each leaf switch is
-drawn, to the spine at the right. The width of a line grows with its bytes.
+drawn, to the spine on the right. The width of a line grows with its bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ THICKEST = 9.0
 
 
 def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, subtitle: str) -> str:
-    """Returns the picture as SVG, with lines whose widths `loads` determines."""
+    """Returns the picture as SVG; `loads` determines the widths of the lines."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
     for line, words in enumerate(textwrap.wrap(subtitle, 120)):
@@ -107,7 +107,7 @@ class _Picture:
             self.units.setdefault(int(unit[node]), []).append(node)
 
     def draw(self, top: float) -> None:
-        """Draws all units, and the spine above them and at their right."""
+        """Draws all units, and the spine above them and to their right."""
         over, sent = self.cluster.oversubscription, byte_text(float(self.loads.uplink.sum()))
         words = "no spine: nothing joins the rails"
         if self.cluster.forwards:
@@ -233,7 +233,7 @@ class _Picture:
         self.canvas.line(x1, y1, x2, y2, colour, width, cls=f"wire {kind}", bytes=f"{nbytes:.0f}")
 
     def thickness(self, nbytes: float) -> float:
-        """Returns a line's width in pixels, by the square root of its bytes."""
+        """Returns a line's width in pixels, which grows with the square root of its bytes."""
         share = nbytes / self.loads.largest if nbytes > 0 else 0.0
         return 1.2 + (THICKEST - 1.2) * share**0.5 if share else 0.6
 

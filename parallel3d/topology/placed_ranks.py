@@ -135,8 +135,8 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
 def _host_called(name: str, hosts: Collection[str]) -> str:
     """Returns the host that a rank file calls `name`, or `name` itself if there is no such host.
 
-    Without an exact match, the only host whose first label (up to the dot) is that of `name` is
-    meant, and `localhost` means the only host of the run.
+    Without an exact match, `name` means the only host with the same first label (up to the dot),
+    and `localhost` means the only host of the run.
     """
     if name in hosts:
         return name
@@ -155,7 +155,7 @@ class PlacedRanks:
     Attributes:
         processes: the processes by launch rank.
         launch_ranks: the launch rank of each rank.
-        how: a few words on where the assignment comes from.
+        how: a phrase that names the source of the assignment.
         placement: the rank mapping on the cluster, or None if the cluster is not needed.
         predicted_s: predicted seconds of communication per step, or None without a cluster.
         note: a message for the user, or None.
@@ -272,9 +272,9 @@ def hosts_in_order(processes: Sequence[Process]) -> list[str]:
 def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, Slots, str | None]:
     """Returns (cluster with named nodes, slot of each launch rank, a note for the user or None).
 
-    A process sits on GPU `local` of its host. If that is impossible (more processes on a host than
-    GPUs, or hosts that the cluster lacks), slots are taken in launch order, and the note tells
-    why.
+    A process runs on GPU `local` of its host. If that is impossible (more processes on a host than
+    GPUs, or hosts that the cluster lacks), slots are taken in launch order, and the note gives the
+    reason.
     """
     hosts, named = hosts_in_order(processes), cluster
     if not cluster.node_names and len(hosts) <= cluster.nodes:
@@ -349,7 +349,7 @@ def save(placed: PlacedRanks, path: Path) -> None:
 
 
 def rank_of_launch(path: Path, launch_rank: int) -> int:
-    """Returns the rank of `launch_rank` in a file of `save`.
+    """Returns the rank of `launch_rank` in a file written by `save`.
 
     Returns `launch_rank` itself if the file cannot be read or does not name it.
     """

@@ -138,7 +138,7 @@ def make_report(
     environ: Mapping[str, str],
     settings: TopologyConfig | None = None,
 ) -> TopologyReport:
-    """Finds and prices everything, without output. Raises UserError if something cannot work.
+    """Creates the report, without output. Raises UserError if the configuration cannot work.
 
     `typed` are the overrides of the command line; with None, every key counts as chosen.
     """
@@ -172,7 +172,7 @@ def make_report(
 
 
 def _data_parallel(layout: Layout, dp: int | None, cluster: Cluster) -> int:
-    """Returns the given dp, or the number of replicas that fit. Raises UserError if none fits."""
+    """Returns `dp`, or else the number of replicas that fit. Raises UserError for too few GPUs."""
     tp = layout.tp
     pp = layout.pp
     cp = layout.cp

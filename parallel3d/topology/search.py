@@ -1,4 +1,4 @@
-"""Finds the rank mapping that is configured, or the one with the least communication.
+"""Finds the configured rank mapping, or the one with the least communication time.
 
 A candidate is a tiling over a list of GPUs (`Base`). The search prices every order of the
 dimensions over every base. It then varies the cheapest candidates, by moving each prime factor of

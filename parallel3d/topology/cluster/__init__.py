@@ -1,1 +1,1 @@
-"""Clusters: nodes, NVLink domains, rails and switches, and their discovery."""
+"""Discovers the nodes, NVLink domains, rails and switches of a cluster."""

@@ -244,8 +244,8 @@ def local_cluster(
 ) -> Cluster:
     """Returns a cluster of `config.nodes` nodes like this one, or as many as `world_size` needs.
 
-    Speeds, `unit_nodes` and the spine come from the configuration, and so does a `domain_gpus`
-    larger than a node, which a single node cannot know.
+    Speeds, `unit_nodes` and the spine come from the configuration. So does a `domain_gpus` larger
+    than a node, because a single node does not reveal it.
 
     Raises UserError if nvidia-smi fails or is unreadable, or if the sizes do not fit.
     """

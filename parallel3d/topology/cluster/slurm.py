@@ -31,9 +31,9 @@ def expand_hostlist(text: str, what: str = "node list") -> list[str]:
     """Expands a node list, in order: `n[01-03,7],rack[1-2]node[1-2]`.
 
     Leading zeros are part of a name, the last brackets vary fastest, and a name may occur twice.
-    Messages call the list `what`.
+    `what`: the list's name in messages.
 
-    Raises UserError for unmatched brackets, ranges that do not count up, or no name.
+    Raises UserError for unmatched brackets, ranges that do not count up, or a list without names.
     """
     names: list[str] = []
     try:
@@ -163,7 +163,7 @@ FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
 
 @dataclass(frozen=True)
 class SlurmTopology:
-    """Maps the names of nodes to their leaf switches and to their blocks, where they have them."""
+    """Maps nodes to their leaf switches (`unit`) and to their blocks, for nodes that have them."""
 
     unit: dict[str, str] = field(default_factory=dict)
     block: dict[str, str] = field(default_factory=dict)
@@ -172,8 +172,8 @@ class SlurmTopology:
 def parse_topology(text: str, what: str) -> SlurmTopology:
     """Parses the output of `scontrol show topology`, or a topology.conf, of trees, blocks or both.
 
-    A leaf switch has no switches below it. Aggregated blocks (several racks) are ignored. Messages
-    call the text `what`.
+    A leaf switch has no switches below it. Aggregated blocks (several racks) are ignored. `what`:
+    the text's name in messages.
 
     Raises UserError for an empty or malformed text, a switch that is named but not described (a
     truncated text), or a node under two leaf switches or in two blocks.
@@ -227,7 +227,7 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
     block rack3; a plain `node` has neither. The top of a tree may be empty (`.core.leaf.node`), and
     a node's name may have dots.
 
-    Raises UserError for another pattern, or an address that does not match it.
+    Raises UserError for an unknown pattern, or an address that does not match it.
     """
     kinds = pattern.split(".")
     if kinds[-1] != "node" or not set(kinds[:-1]) <= {"switch", "block"}:
