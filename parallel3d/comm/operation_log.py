@@ -131,7 +131,7 @@ class OperationLog:
         return note
 
     def latest(self, count: int) -> list[LoggedOperation]:
-        """Returns each group's newest entry, the phase's `count` newest ones, and `waiting`."""
+        """Returns each group's newest entry, the phase's `count` newest entries, and `waiting`."""
         notes = [*self.newest.values(), *self._notes[-count:]]
         notes += [] if self.waiting is None else [self.waiting]
         return list(dict.fromkeys(notes))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = (False, ())  # result of `nccl_settings` for a kind of group without settings
 BACKWARD = "pp_backward"  # kind of the group that carries a pipeline's gradients
-# Name of a backend for gloo on a chosen interface, which torch's own gloo backend ignores.
+# Name of a gloo backend that uses a chosen interface, unlike torch's own gloo backend.
 GLOO_ON = "gloo_on"
 
 # Kinds of groups that carry enough bytes for an interface of their own. The other groups carry a
@@ -63,7 +63,7 @@ class ProcessGroups:
         dp_cp: the ranks along dp and cp, which have equal parameters. Gradients are summed over
             them, and ZeRO shards over them. With cp = 1 it is dp.
         pp_backward: the ranks of pp, for the gradients that travel back (see `pipeline.p2p`). On
-            NCCL it has a communicator of its own, elsewhere it is the group pp.
+            NCCL it has a separate communicator; elsewhere it is the same group as pp.
         embedding: the first and the last stage of a pipeline, for tied embeddings.
         world: all ranks, for the loss and the gradient norm.
         dp_inner: with a hierarchical all-reduce the members of dp_cp in one NVLink domain; with
@@ -300,7 +300,7 @@ class GroupMaker:
     def group(self, kind: str, all_ranks: Ranks) -> Group:
         """Returns this rank's group of a kind.
 
-        `all_ranks` has the ranks of all groups of this kind, equal on every rank of the world.
+        `all_ranks`: the ranks of every group of this kind, which is the same list on all ranks.
         """
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
@@ -330,17 +330,17 @@ class GroupMaker:
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)
             # These kinds communicate at the same time as other kinds of the same ranks: gradients
-            # travel back next to activations, and are reduced while cp gathers keys.
+            # travel back alongside activations, and are reduced while cp gathers keys.
             if kind in (BACKWARD, "dp_cp", "edp"):
                 return kind, settings
             return None if settings == DEFAULTS else settings
-        # Kinds with an interface of their own cannot share the world's group.
+        # Kinds with a separate interface cannot share the world's group.
         return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
 
     def make(self, kind: str, all_ranks: Ranks, mine: list[int]) -> dist.ProcessGroup | None:
         """Creates all groups of a kind on every rank, and returns this rank's group.
 
-        `mine` has the ranks of this rank's group.
+        `mine`: the ranks of this rank's group.
         """
         if self.splits is not None:
             # A split makes all groups of a kind at once. If they were created one by one, every
@@ -394,9 +394,9 @@ class GroupMaker:
 
 # Options of a group's backend
 #
-# With a high-priority stream, short kernels for which computations wait (of tensor groups, and
-# messages between stages) overtake long ones (gradient buckets). A bound on CTAs leaves
-# multiprocessors to the computation with which a reduction overlaps.
+# With a high-priority stream, short kernels that computations wait for (those of tensor groups and
+# of messages between stages) overtake long ones (those of gradient buckets). A bound on CTAs leaves
+# multiprocessors to the computation that overlaps with a reduction.
 
 
 @dataclass(frozen=True)
@@ -457,7 +457,7 @@ class Interfaces:
 
 
 def gloo_on(interface: str, timeout: datetime.timedelta) -> Any:
-    """Returns options for a group with the backend GLOO_ON, which uses this interface."""
+    """Returns options for a group whose backend, GLOO_ON, uses this interface."""
     if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch registers it once per process
         dist.Backend.register_backend(GLOO_ON, _create_gloo, extended_api=True, devices=["cpu"])
     from parallel3d.private_names import GlooOptions

@@ -50,7 +50,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any], int]]:
-    """Returns a clock (monotonic if libc supports that) and a function that waits until a time."""
+    """Returns a clock (monotonic if libc allows it), and a function that waits until a time."""
     monotonic = time.CLOCK_MONOTONIC
     if hasattr(libc, "sem_clockwait"):
         return monotonic, lambda semaphore, limit: libc.sem_clockwait(semaphore, monotonic, limit)
@@ -180,7 +180,7 @@ def open_shared_memory(
 
 
 def _create(length: int, semaphores: Sequence[int]) -> int:
-    """Creates a file that begins with semaphores, or returns -1 without enough memory or Linux."""
+    """Creates a file that begins with semaphores; returns -1 if memory is short or not on Linux."""
     if not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("parallel3d")
@@ -274,7 +274,7 @@ class SharedCollectives:
     def open(
         cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
     ) -> SharedCollectives | None:
-        """Opens a group's shared memory, or returns None if there can be none; collective."""
+        """Opens a group's shared memory, or returns None if ranks cannot share any; collective."""
         data = size * SLOTS * (SLOT_BYTES + NUMBER_BYTES)
         memory = open_shared_memory(handle, index, size, data, timeout_s)
         return None if memory is None else cls(memory)

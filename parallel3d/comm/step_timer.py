@@ -93,7 +93,7 @@ class DeviceTimes:
     have no events either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so its exposed
     time counts as forward and backward, and dp contains little but the sum of token counts.
 
-    An event costs the host some microseconds and the stream about one, and a step with tp has
+    An event costs the host a few microseconds and the stream about one, and a step with tp has
     thousands of events. So only the first `WARMUP_STEPS` steps and then one of `EVERY` are timed.
     The host reads events after the device has passed them, and so never waits for them.
     """
@@ -177,7 +177,7 @@ class StepTimer:
         self.running = False
         self.ranges: Ranges | None = None
         self._stack: list[str] = []
-        self._steps = 0  # steps in `_sums`, which drops the warm-up's steps when it is over
+        self._steps = 0  # steps in `_sums`, which is cleared at the end of the warm-up
         self._sums = dict.fromkeys(KINDS, 0.0)
         self._is_warm = False
 
@@ -222,7 +222,7 @@ class StepTimer:
 
     @contextmanager
     def within(self, kind: str, name: str | None = None) -> Iterator[None]:
-        """Counts the time of a `with` block as `kind`. An exception makes the step's times void."""
+        """Counts a `with` block's time as `kind`. An exception invalidates the step's times."""
         self.push(kind, name)
         yield
         self.pop()

@@ -1,6 +1,6 @@
 """Opens the store of a job, and signs and verifies the values in it.
 
-torch's store has no authentication: everyone who reaches its port can read, list and write all
+torch's store has no authentication: anyone who reaches its port can read, list and write all
 keys. Therefore it listens on no more addresses than the ranks need. If the job has a secret, which
 is the same on all ranks (`PARALLEL3D_SECRET`; the launchers generate one), the digest of the secret
 is the prefix of all keys, and values are signed. Entries that torch itself makes, such as gloo's
@@ -74,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def one_host_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables that keep the traffic of one host's ranks on its loopback."""
+    """Returns environment variables that keep one host's traffic on its loopback interface."""
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if interface is None:
         return {}

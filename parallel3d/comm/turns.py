@@ -95,8 +95,8 @@ class Turns:
     def on_stream_of(self, microbatch: int) -> Iterator[None]:
         """Queues the work of a `with` block on the stream of a micro-batch.
 
-        This work begins after everything that is already queued on the current stream, which waits
-        for it afterwards.
+        The work begins after everything that is already queued on the current stream. Afterwards
+        the current stream waits for the work.
         """
         if not self.streams:
             yield

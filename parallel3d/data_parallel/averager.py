@@ -66,7 +66,7 @@ class BackwardFlags:
     next backward begins.
 
     Attributes:
-        fault: this rank's error in the current backward, or None without an error.
+        fault: this rank's error in the current backward, or None.
         noted: the last backward's error on this rank, its summed flag, and an event that marks the
             flag's arrival on the host. It is None if there is nothing to check.
     """
@@ -151,13 +151,13 @@ class GradientAverager:
 
     The last bucket, which holds the first layer, starts at the end. It carries the flags (whether
     this rank has a gradient of each parameter, and whether it found an error), which therefore need
-    no message of their own, unless there is a communication hook.
+    no separate message, unless there is a communication hook.
 
     Args:
         names, parameters: parameters of the module with their names, in the same order on every
             rank.
         bucket_cap_mb: size in MiB at which a bucket closes, or a list with a size for each bucket,
-            whose last entry also holds for all further buckets, or None for the default sizes.
+            whose last entry also applies to further buckets, or None for the default sizes.
         as_views: whether to keep gradients in the buckets (`gradient_as_bucket_view`).
         static: whether every backward uses the same parameters, each as often as the first one did.
         measure: whether to rebuild the buckets in the order of the first backward.

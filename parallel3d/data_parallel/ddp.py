@@ -86,7 +86,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: keep gradients in the buckets instead of copying them out.
         static_graph: promise that every backward reaches each parameter the same number of times.
         bucket_cap_mb_list: a size for each bucket, in place of `bucket_cap_mb`; the last one also
-            holds for all further buckets.
+            applies to further buckets.
         overlap: start reductions during the backward; if False, all start at its end.
 
     Raises:
@@ -230,7 +230,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if joining:
                 self.sync_buffers_joined(joined=False)
             else:
-                assert self.buffer_sync is not None  # will_sync_buffers
+                assert self.buffer_sync is not None  # implied by `will_sync_buffers`
                 self.buffer_sync.from_first()
         if joining:
             any_of(self.group, self.require_backward_grad_sync, self.device)
@@ -357,7 +357,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def sync_buffers_joined(self, joined: bool) -> None:
         """Broadcasts the buffers of the highest rank that still has inputs; collective."""
         source = highest(self.group, -1 if joined else self.group.index, self.device)
-        assert self.buffer_sync is not None  # will_sync_buffers
+        assert self.buffer_sync is not None  # callers check `will_sync_buffers`
         broadcast_all(self.buffer_sync.current(), source, self.group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ class Bucket:
 
     The model's parameters are views of `param`. Gradients are added to `grad`, which one collective
     reduces. The optimizer steps the slice `own` in `segments`: the whole bucket or, under ZeRO,
-    this rank's shard. Parameters that the optimizer treats alike are adjacent and form one segment.
+    this rank's shard. Parameters with equal optimizer settings are adjacent and form one segment.
 
     Attributes:
         data: the ranks over which `grad` is summed.
@@ -88,7 +88,7 @@ def build_buckets(
     buckets: list[list[int]] = []
     for places in by_data.values():
         sizes = (ready[i][1].numel() * item for i in places)
-        # Tied tables have buckets of their own, so that both stages shard them equally.
+        # Tied tables have separate buckets, so that both stages shard them equally.
         apart = {j for j, i in enumerate(places) if spec_of(ready[i][1]).tied}
         assigned = assign(sizes, bucket_cap_mb, apart, accelerated)
         buckets += [[places[j] for j in members] for members in assigned]
@@ -229,7 +229,7 @@ class BucketedDataParallel:
         self.works: list[Work] = []
         self.running = False
         self.observer = observer
-        # With `comm.turns`, this call makes the current stream wait for all that add gradients.
+        # With `comm.turns`, this makes the current stream wait for those that add gradients.
         self.before_reduction: Callable[[], None] = lambda: None
         self.constants = [
             self._hold(name, p, values)
@@ -244,7 +244,7 @@ class BucketedDataParallel:
             self._register_hooks(number, parameter)
 
     def _hold(self, name: str, parameter: nn.Parameter, values: InitFn) -> Constant:
-        """Allocates a frozen parameter in the compute dtype."""
+        """Converts a frozen parameter to the compute dtype, and returns it as a constant."""
         parameter.data = values(parameter).detach().to(self.dtype)
         spec = spec_of(parameter)
         span = ParameterSpan(name, spec, 0, parameter.numel())
@@ -280,7 +280,7 @@ class BucketedDataParallel:
                 this._grad_ready(number)
 
         def accumulate(p: Tensor) -> None:
-            if p.grad is None:  # the layer has added it to the bucket itself
+            if p.grad is None:  # the layer itself has added the gradient to the bucket
                 return
             main_grad = state_of(p).main_grad
             assert main_grad is not None

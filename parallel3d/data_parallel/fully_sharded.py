@@ -1,4 +1,4 @@
-"""Runs ZeRO stages 2 and 3 by PyTorch's FSDP2 (Zhao et al. 2023), as a `DataParallel` engine.
+"""Runs ZeRO stages 2 and 3 with PyTorch's FSDP2 (Zhao et al. 2023), as a `DataParallel` engine.
 
 Every block is an FSDP unit. The rest of the pipeline stage (embedding, final norm and head) is one
 more unit, so that a tied table is one tensor. Under ZeRO 3 the parameters of a block are freed
@@ -319,7 +319,7 @@ class _AllGather(_Collective):
 
 
 class _ReduceScatter(_Collective):
-    """Reduce-scatters for FSDP2, only by sums (`set_force_sum_reduction_for_comms`)."""
+    """Reduce-scatters for FSDP2; supports only sums (`set_force_sum_reduction_for_comms`)."""
 
     def __call__(
         self,

@@ -55,7 +55,7 @@ class DataParallel(Protocol):
     def all_gather_params(self) -> None:
         """Updates the parameters from the stepped masters, for the next forward.
 
-        The gathering may still run when this method returns.
+        The gathering may still be running when this method returns.
         """
         ...
 

@@ -2,8 +2,8 @@
 
 McCandlish et al. 2018 ("An Empirical Model of Large-Batch Training", arXiv:1812.06162): the squared
 norm of a gradient of B sequences is |G|² + tr(Σ)/B on average, so two batch sizes give both terms
-(appendix A.1). tr(Σ)/|G|², in sequences, is the batch at which noise and gradient are equal: far
-below it, doubling the batch halves the number of steps; far above it, doubling saves hardly any
+(appendix A.1). tr(Σ)/|G|², in sequences, is the batch size at which noise and gradient are equal:
+far below it, doubling the batch halves the number of steps; far above it, doubling saves hardly any
 steps.
 
 The two gradients are a replica's own gradient, before its bucket is reduced (with dp=1, the

@@ -95,7 +95,7 @@ def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 class GradBucket:
-    """Gives a bucket to a communication hook, with `torch.distributed.GradBucket`'s methods."""
+    """Presents a bucket to a communication hook, like PyTorch's `dist.GradBucket`."""
 
     def __init__(
         self, index: int, last: bool, buffer: Tensor, parameters: Sequence[nn.Parameter]

@@ -156,9 +156,9 @@ class BufferSync:
 # A transport sums several buffers over a group; every rank starts them in the same order. It has
 # these attributes:
 # buffers        this rank's buffers, to be filled with gradients and started when they are full
-# flags          the averager's flags, which are summed, too; to be written before the last start
+# flags          the averager's flags, which are also summed; to be written before the last start
 # summed_flags   the sums of the flags, valid after `finish`
-# fault          an error on this rank, as a sentence, or None without an error
+# fault          this rank's error as a sentence, or None
 # adds           whether `finish` yields terms to add to this rank's buffers, instead of sums
 #
 # Its methods are called in this order: `before` (the buffers may then be written), `start` for each
@@ -173,7 +173,7 @@ class BackendTransport:
     buckets in flight, two ranks could send in different orders and deadlock (as PyTorch's PowerSGD
     hook does on gloo). Hooks of this package send their second message in `wait`.
 
-    With a hook, which may round a buffer, the flags travel in a message of their own.
+    With a hook, which may round a buffer, the flags travel in a separate message.
 
     Args:
         members: the parameters of each bucket.
@@ -234,7 +234,7 @@ class BackendTransport:
         for index, (pending, buffer) in enumerate(zip(started, self.buffers, strict=True)):
             made = pending.wait()
             made = made[0] if isinstance(made, (list, tuple)) else made
-            # None and booleans are the return values of torch.distributed's works.
+            # The works of torch.distributed return None or a boolean.
             if made is None or isinstance(made, bool):
                 made = buffer
             if isinstance(made, Tensor) and made.shape == buffer.shape:
@@ -295,7 +295,7 @@ class SharedTransport:
         self.size = memory.size
         self.index = memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
-        # The memory holds every rank's buffers, the totals, and each buffer's backward number.
+        # The memory holds every rank's buffers, the totals, and the backward number of each buffer.
         length = sum(map(_length, sizes))
         *ranks, totals = (_views(memory.data[length * i :], sizes) for i in range(self.size + 1))
         self.by_rank = ranks

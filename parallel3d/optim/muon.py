@@ -223,7 +223,7 @@ class Muon:
     def scatter_over_tp(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's flat shards of the matrices whose home has the same index along dp.
 
-        `whole` are the matrices whose home is this rank.
+        `whole`: the matrices whose home is this rank.
         """
 
         def shard(name: str, target: int) -> Tensor:

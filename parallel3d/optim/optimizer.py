@@ -1,4 +1,4 @@
-"""AdamW, SGD and Muon on flat shards, gradient clipping, and the schedules of the learning rate."""
+"""AdamW, SGD and Muon on flat shards, gradient clipping, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NORM_PIECE = 1 << 15  # number of elements whose squares a CPU adds in the gradi
 
 @dataclass
 class FlatGroup:
-    """Segments that are treated alike, and their optimizer state.
+    """Segments with equal treatment, and their optimizer state.
 
     `state` holds, by name, AdamW's two moments or the momentum of SGD or Muon, and with
     `optim.ema_decay` the average of the weights. `steps` are the step counts that the fused kernels
@@ -56,7 +56,7 @@ class FlatGroup:
         names: tuple[str, ...],
         dtype: torch.dtype | None,
     ) -> FlatGroup:
-        """Creates a group with states of zeros in `dtype`, or the masters' dtype if it is None."""
+        """Creates a group with zero states in `dtype`, or in the masters' dtype if it is None."""
         masters = [s.master for s in segments]
         state = {name: [torch.zeros_like(m, dtype=dtype) for m in masters] for name in names}
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
@@ -75,7 +75,7 @@ class MatrixUpdates(Protocol):
     """Makes the updates of some parameters from their momentum (`muon.Muon`)."""
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Returns whether it makes the updates of this full tensor."""
+        """Returns whether this object makes the updates of a full tensor."""
         ...
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:

@@ -52,7 +52,7 @@ class CopyGroups:
         return self.tp.size if spec.replicated else shard.tp_replicas
 
     def of(self, spec: ParameterSpec, shard: ShardSpec) -> Copies:
-        """Returns the copies of a shard; padding (`NO_SHARD`) is treated like any shard."""
+        """Returns the copies of a shard; padding (`NO_SHARD`) is treated like any other shard."""
         near = self.over_tp(spec, shard)
         index = self.data.index * near + self.tp.index % near
         count = self.data.size * near

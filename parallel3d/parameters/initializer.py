@@ -25,9 +25,9 @@ BAND = 1 << 24
 class Initializer:
     """Creates parameters whose values depend on (seed, name, index) alone, not on the layout.
 
-    A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
-    et al. 2011) keyed by (seed, name, tile), on `drawing_threads` threads, in bands of at most
-    `BAND` elements that bound the extra memory.
+    A matrix is drawn in tiles of 256 × 256, each from a counter-based stream (Philox, Salmon et al.
+    2011) keyed by (seed, name, tile). `drawing_threads` threads draw the tiles of one band at a
+    time; a band of at most `BAND` elements bounds the extra memory.
 
     With `deferred`, parameters have their shape and dtype but only one element of memory. The
     data-parallel engine later calls `values` or `fill_rows`, for one parameter at a time.

@@ -59,7 +59,7 @@ class Segment:
     def spec(self) -> ParameterSpec:
         """Returns the spec of the segment's first parameter.
 
-        All parameters of a segment are equal in weight decay, replication, tying and `is_expert`.
+        All parameters of a segment agree in weight decay, replication, tying and `is_expert`.
         """
         return self.spans[0].spec
 

@@ -1,6 +1,6 @@
 """Specs of local parameters, which list the shards of full tensors that they hold.
 
-Full tensors do not depend on the layout: q, k and v are separate, so are gate and up, and the
+Full tensors do not depend on the layout: q, k and v are separate, as are gate and up, and the
 vocabulary has no padding. Initialisation, gathering, comparison and resharding read only the specs,
 so a layout changes only where the numbers are stored.
 """
@@ -102,7 +102,7 @@ class ParameterSpec:
                 yield kind, first, last
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (tp_replicas, first, end) of equally replicated elements, like `by_kind`."""
+        """Yields (tp_replicas, first, end) for runs of equal replication, like `by_kind`."""
         return self.by_kind(tp_replicas_of, start, numel)
 
     def shards_in(self, start: int, numel: int) -> Iterator[tuple[ShardSpec, int, int, int]]:

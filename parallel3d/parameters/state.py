@@ -69,7 +69,7 @@ class ParameterState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles to an empty placeholder, because process groups cannot be pickled."""
-        return OrderedDict, ()  # `torch.load(weights_only=True)` admits this type
+        return OrderedDict, ()  # `torch.load(weights_only=True)` allows this type
 
 
 def state_of(parameter: Tensor) -> ParameterState:
@@ -83,7 +83,7 @@ def state_of(parameter: Tensor) -> ParameterState:
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:
-    """Returns the spec of a parameter of our own layers, which all have one."""
+    """Returns a parameter's spec, which every parameter of this package's layers has."""
     spec = state_of(parameter).spec
     assert spec is not None
     return spec

@@ -75,7 +75,7 @@ class MicroBatches:
     """
 
     def __init__(self, load: Loader, order: Iterable[int]) -> None:
-        """Sets the loader, and `order`, the micro-batch numbers of the forwards in their order.
+        """Stores the loader and the micro-batch numbers of the forwards, in order.
 
         With several chunks, each number occurs once per chunk.
         """

@@ -361,9 +361,9 @@ def measure_baseline_latency(
 
 
 def _message_latency(pp: Group, message: Tensor) -> float:
-    """Returns the seconds of a message to the slower neighbour.
+    """Returns the latency in seconds of a message to the slower neighbour.
 
-    Neighbours measure in pairs: first those whose lower member is even, then the other pairs.
+    Neighbours measure in pairs: first those whose lower index is even, then the other pairs.
     """
     latencies = []
     for parity in (0, 1):

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: named and searched ones, checker, simulator, tables and pictures."""
+"""Pipeline schedules as data, with a search, a checker, a simulator, tables and pictures."""

@@ -17,7 +17,7 @@ class Kind(StrEnum):
     of the weights; they are needed only at the end of the step (Qi et al. 2023, arXiv:2401.10241).
     In each chunk a micro-batch has either a B, or an I and, at any later time, a W.
 
-    Messages of a kind "…_F" carry activations to the next stage. Those of a kind "…_B" carry
+    Messages of a kind "…_F" carry activations to the next stage. Messages of a kind "…_B" carry
     gradients of activations, which B or I computes, to the previous stage.
     """
 
@@ -55,8 +55,8 @@ class Action:
         microbatch: number of the micro-batch, from 0.
         chunk: number of this rank's model chunk, from 0 in the order of the forward. Each end of a
             message names its own chunk: SF5 on rank 3 may be RF5.1 on rank 0.
-        row: a number that stands for kind and chunk together. Tables of actions are lists that it
-            indexes, because a dictionary would have to hash each action.
+        row: a number that encodes kind and chunk. It is an index into tables of actions, which are
+            lists, because a dictionary would have to hash each action.
 
     Raises ValueError for a number below 0.
     """
@@ -77,7 +77,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Returns the action of a compact form. Raises ValueError for any other text."""
+        """Parses a compact form such as "F3.1"; raises ValueError for any other text."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(
@@ -106,7 +106,7 @@ def actions_of(kind: Kind, chunk: int, count: int) -> tuple[Action, ...]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def groups_of_one(kind: Kind, chunk: int, count: int) -> tuple[tuple[Action, ...], ...]:
-    """Returns the messages that `actions_of` returns, each in a group of its own."""
+    """Returns the messages that `actions_of` returns, each in a separate group."""
     return tuple((message,) for message in actions_of(kind, chunk, count))
 
 

@@ -115,7 +115,7 @@ def _reader(message: Action, rank: int, assignment: StageAssignment) -> int | No
 
 
 def _mismatch(found: Walk, count: int) -> str | None:
-    """Describes the first message on whose order its two ranks disagree, or returns None.
+    """Describes the first message that its two ranks order differently, or returns None.
 
     Messages match by position. If two receives were swapped, the executor would compute with the
     data of another micro-batch or chunk, and would train wrongly without an error.

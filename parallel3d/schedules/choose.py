@@ -1,4 +1,4 @@
-"""Chooses a run's schedule: by its name, from a file, or the fastest that a search finds."""
+"""Chooses a run's schedule by name, from a file, or by a search for the fastest one."""
 
 from __future__ import annotations
 

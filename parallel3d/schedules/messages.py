@@ -91,7 +91,7 @@ class _Links(NamedTuple):
     """The messages of one rank; the keys are rows (`Action.row`) of the rank's computations.
 
     Attributes:
-        sent: the sends of a computation's results, by micro-batch, each in a group of its own.
+        sent: the sends of a computation's results, by micro-batch, each in a separate group.
         received: the receives of a computation's inputs, by micro-batch.
         targets: the rank that receives a computation's results, and that rank's receives by
             micro-batch.

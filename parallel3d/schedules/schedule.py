@@ -1,4 +1,4 @@
-"""Makes the named schedules, and the programs with which an executor runs schedules."""
+"""Makes the named schedules, and the programs that an executor runs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ HALF = 0.6  # largest accepted peak, as a fraction of 1F1B's peak
 # up. Passes in opposite directions would collide unless the sum of their paces shares a divisor
 # with the period.
 PACES = ((1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 1, 1), (4, 1, 1, 1), (3, 1, 1, 1))
-TRIED = 64  # number of patterns that are timed, the shortest ones with a low peak
+TRIED = 64  # number of patterns that are timed: the shortest of those with a low peak
 _PASSES = ((Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0))
 
 

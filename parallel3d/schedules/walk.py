@@ -123,7 +123,7 @@ class Wait(NamedTuple):
     Attributes:
         step: the step that the rank cannot finish.
         message: the message that it waits for if the step is a group, else None.
-        peer: the rank that it waits for, or None if a computation of its own is missing.
+        peer: the rank that it waits for, or None if it lacks one of its own computations.
     """
 
     step: Step
@@ -276,7 +276,7 @@ def highest(program: Sequence[Sequence[Step]]) -> int:
 
 
 def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
-    """Advances the walks of the ranks in turn until none can advance; returns their last places."""
+    """Advances the ranks' walks in turn until none can advance; returns each walk's last index."""
     places, order = [-1] * len(runs), list(range(len(runs)))
     before = -1
     while True:
@@ -286,7 +286,7 @@ def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
         if after in (before, _ENDED * len(runs)):
             return places
         before = after
-        order.reverse()  # few rounds suffice: forwards pass down the ranks, backwards up
+        order.reverse()  # few rounds suffice, as forwards pass down the ranks and backwards up
 
 
 # For each micro-batch, the time at which an action was done or posted, or None before that time.

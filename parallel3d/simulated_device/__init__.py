@@ -1,4 +1,4 @@
-"""Simulates an accelerator on the CPU, to find errors of GPU code without a GPU.
+"""Simulates an accelerator on the CPU, to find errors in GPU code without a GPU.
 
 `device=simulated` trains on it. Tensors keep their values on the CPU, or have none (`dryrun`), but
 belong to a separate device with streams and events, a current device for each thread, pinned

@@ -139,7 +139,7 @@ class SimulatedEvent:
     def elapsed_time(self, end: SimulatedEvent) -> float:
         """Returns the milliseconds from this event to `end`.
 
-        Raises RuntimeError where `torch.cuda` does.
+        Raises RuntimeError in the same cases as `torch.cuda`.
         """
         if not (self.timed and end.timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")

@@ -33,7 +33,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     machine.special |= SPECIAL | nccl.functional() | attention.flash()
     module = SimulatedModule(machine)
     setup_python_backend(TYPE, backend_module=module)
-    torch.accelerator.device_count = lambda: DEVICES  # C++ counts only one
+    torch.accelerator.device_count = lambda: DEVICES  # C++ counts only one device
     torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
     library = torch.library.Library("_", "IMPL")
     library.fallback(dispatch, "PrivateUse1")

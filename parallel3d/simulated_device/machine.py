@@ -193,7 +193,7 @@ class _Accesses(TensorsAccessed):
 
 
 class _Syncs(sanitizer.StreamSynchronizations):
-    """Merges vector clocks faster than PyTorch's: a run has dozens of streams."""
+    """Merges vector clocks faster than PyTorch's class, as a run has dozens of streams."""
 
     def _state_wait_for_other(self, state: dict[int, int], other: dict[int, int]) -> None:
         for stream, seq_num in other.items():

@@ -43,7 +43,7 @@ from parallel3d.simulated_device.machine import extent
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, poison
 
 JOIN_S = 10.0
-HEADER = 400  # size in bytes of the text that is sent before an operation's data
+HEADER = 400  # bytes of text that are sent before an operation's data
 # A Run takes a flat copy of the inputs, and returns the values of the outputs.
 Run = Callable[[Tensor], Sequence[Tensor]]
 
@@ -420,7 +420,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         if self.wire is None:
             return
         self.world.ended.append(self)
-        self.destroyed = self.wire.start("destroy")  # an operation too, as all members must call it
+        self.destroyed = self.wire.start("destroy")  # all members must call this, too
         if self.world is self:
             self._await_destroyed()
             self._check_destroy_order()
