@@ -1,1 +1,1 @@
-"""The command line: subcommands, their arguments and exit codes, and help texts."""
+"""Implements the command line: subcommands, arguments, exit codes and help texts."""

@@ -1,7 +1,7 @@
-"""Runs a command line: the first argument selects the subcommand, which gets the other arguments.
+"""Runs a command line, whose first argument selects the subcommand.
 
-Nothing here imports torch. Configuration and data are checked first, so that a mistake is refused
-at once, before anything is written.
+This module does not import torch. It checks the configuration and the data first, so that mistakes
+are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ ALL = (
     *SUBCOMMANDS,
     *(f"{word} {verb}".strip() for word, (_, verbs) in FAMILIES.items() for verb in verbs),
 )
-# Subcommands of earlier versions, and the command in a checkout that replaces each of them.
+# Subcommands of earlier versions → the commands that replace them in a checkout.
 MOVED = {"bench ddp": "python -m benchmarks.figures.ddp"}
-# This variable is set if Hydra's submitit launcher runs a job of a sweep, which has no terminal.
+# This variable is set in jobs of a sweep that Hydra's submitit launcher runs without a terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
 
 
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line (`sys.argv` by default) and returns the exit code.
 
     The code is 0 if the command succeeded, 1 if a rank failed or verify found a difference, 2 if
-    the user's input cannot work, and 128 + n if signal n stopped the command.
+    the user's input is invalid, and 128 + n if signal n stopped the command.
     """
     prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader is gone, as in `parallel3d checkpoint ls | head`
         return _reader_gone()
-    except OSError as error:  # this process failed before the ranks, which log their own errors
+    except OSError as error:  # this process failed before its ranks, which log their own errors
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
@@ -219,7 +219,7 @@ def _run_job(
     Logs user errors instead of raising them.
 
     Args:
-        prompt: the text to continue, for generate; None: the configuration's own.
+        prompt: the text that generate continues, or None for that of the configuration.
         own: the folder of --config-dir, or None.
     """
     place: RankAssignment | None = None
@@ -285,7 +285,7 @@ def _run_ranks(
     own: Path | None,
     lines: Sequence[str],
 ) -> int:
-    """Checks a subcommand that runs on every rank, and starts or joins its ranks.
+    """Checks the configuration of a subcommand that needs ranks, and starts or joins its ranks.
 
     Logs `lines` before the ranks start. Returns the exit code. Raises UserError.
     """
@@ -392,7 +392,7 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
 
 
 def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
-    """Limits the time of a block that uses file systems, whose server may never answer."""
+    """Limits the time of a block that accesses files, because a file server may never answer."""
     where = f"runs_dir={runs_dir} or the data's folders"
     return or_end(seconds, f"{where} have not answered for {seconds:g} s: is their server down?")
 
@@ -400,8 +400,8 @@ def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
 def _checked_here(command: Subcommand, config: Config, place: RankAssignment) -> str:
     """Runs the checks that depend on this host; returns the device type of its ranks.
 
-    The environment variables of GPU ranks are set first, because CUDA reads them when it starts,
-    and counting the GPUs starts it.
+    The environment variables of GPU ranks are set first, because counting the GPUs initializes
+    CUDA, which reads them.
     """
     try:
         os.environ.update(
@@ -425,7 +425,7 @@ def _checked_here(command: Subcommand, config: Config, place: RankAssignment) ->
 
 
 def _check_versions(command: Subcommand, logger: LoggerConfig, first: bool) -> None:
-    """Raises UserError for a package that is too old; the `first` rank warns of untested ones."""
+    """Raises UserError for a package that is too old; if `first`, warns about untested versions."""
     if not command.needs_torch:
         return
     used = [*OF_A_RUN, "wandb"] if command.name == TRAIN and "wandb" in logger.names else OF_A_RUN
@@ -435,7 +435,7 @@ def _check_versions(command: Subcommand, logger: LoggerConfig, first: bool) -> N
 
 
 def _check_data(command: Subcommand, config: Config, first: bool = True) -> None:
-    """Raises UserError for loggers or data that cannot work; the `first` rank logs warnings."""
+    """Raises UserError for invalid loggers or data; if `first`, logs warnings about the data."""
     if command.name == TRAIN and first:
         check_loggers(config.logger, os.environ)
     if command.needs_data:

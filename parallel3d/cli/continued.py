@@ -1,7 +1,7 @@
-"""Composes the configuration with which `train run=NAME` resumes a run that exists.
+"""Composes the configuration with which `train run=NAME` resumes an existing run.
 
-In order of precedence, a value comes from the command line, with the presets and the experiment
-that it names; from the configuration of the run's last start; from the defaults.
+In order of precedence, a value comes from the command line (with the presets and the experiment
+that it names), from the run's last start, or from the defaults.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ MOST_SHOWN = 6
 
 @dataclass(frozen=True)
 class Given:
-    """The keys and presets that overrides give.
+    """Contains the keys and presets that the overrides of a command line give.
 
     Attributes:
-        keys: the keys given on the command line or by an experiment; a dot marks a whole section.
+        keys: the keys given on the command line or by an experiment; a dot at the end marks a whole
+            section.
         presets: the sections for which the command line or the experiment chooses a preset.
     """
 
@@ -47,7 +48,7 @@ class Given:
 
 
 def given_by(words: Sequence[str], own: Path | None = None) -> Given:
-    """Returns the keys and presets that overrides give; `own`: the folder of --config-dir."""
+    """Returns the keys and presets that overrides give. `own` is the folder of --config-dir."""
     pairs = [word.lstrip("+~").partition("=")[::2] for word in words]
     sections = sections_of(Config)
     keys = {f"{n}." if n in sections else n for n, _ in pairs if n not in groups()}
@@ -63,7 +64,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
 
 
 def _is_among(key: str, keys: Collection[str]) -> bool:
-    """Returns whether `keys` contain a key, or its section followed by a dot."""
+    """Returns whether `keys` contains a key, or its section followed by a dot."""
     section, dot, _ = key.partition(".")
     return key in keys or section + dot in keys
 
@@ -73,15 +74,15 @@ def continued(
 ) -> tuple[Config, str | None]:
     """Returns the configuration with which a run resumes, and a line about the values taken over.
 
-    The line is None if no value is taken over. Sizes of the layout that are not given stay as they
-    were at the last start, unless they do not fit with the given ones. dp then follows from the
-    number of ranks: the launcher's (`world_size`), or that of the last start.
+    The line is None if no value is taken over. Sizes of the layout that are not given keep their
+    values from the last start, unless these are incompatible with the given sizes. If dp is not
+    given, it follows from the number of ranks, which is `world_size` or that of the last start.
 
     Args:
         config: the configuration composed from the overrides alone.
         there: the configuration of the run's last start.
         given: the keys and presets that the overrides give.
-        world_size: number of the launcher's ranks; None without a launcher.
+        world_size: number of ranks that a launcher started; None without a launcher.
         has_begun: whether the run has a checkpoint, and so no longer reads `init_from`.
 
     Raises UserError for a value of the last start that this version no longer allows.
@@ -127,14 +128,14 @@ def continued(
 def _sizes(
     new: Mapping[str, Any], old: Mapping[str, Any], given: Given, world_size: int | None
 ) -> dict[str, int | None]:
-    """Returns tp, pp, cp and dp for `continued`; with dp=None, dp follows from the number of ranks.
+    """Returns tp, pp, cp and dp for `continued`; dp is None if the number of ranks determines it.
 
     `new` and `old` are the values by key, now and at the last start.
     """
     typed = {s: new[s] for s in (*SIZES, "dp") if s in given}
     kept = {s: typed.get(s, old[s]) for s in SIZES}
     ranks = world_size or _ranks(old)
-    # Without a launcher, this process starts as many ranks as the sizes need, so all of them fit.
+    # Without a launcher, this process starts as many ranks as the sizes need, so any sizes fit.
     if "dp" in typed and world_size is None:
         return kept | typed
     if typed and ranks % (math.prod(kept.values()) * (typed.get("dp") or 1)):

@@ -51,11 +51,11 @@ def _next_words(
 
 
 class Help(NamedTuple):
-    """The help of a subcommand.
+    """Contains the help of a subcommand.
 
     Attributes:
         about: a description of the subcommand.
-        examples: command lines, one below the other.
+        examples: command lines, one per line.
         keys: the most used keys, shown in addition to the keys of the section that has the
             subcommand's name.
     """
@@ -179,7 +179,7 @@ def overview() -> str:
 
 
 def of_subcommand(command: Subcommand, own: Path | None) -> str:
-    """Returns the help of a subcommand; `own`: the folder of --config-dir, or None."""
+    """Returns the help of a subcommand. `own` is the folder of --config-dir, or None."""
     app = command.name
     about, examples, most_used = COMMANDS[app]
     keys, section = all_keys(command.schema), f"{app.split()[0]}."
@@ -198,7 +198,7 @@ def of_subcommand(command: Subcommand, own: Path | None) -> str:
 
 
 def of_names(names: Sequence[str]) -> str:
-    """Returns the help of the keys, and of the keys in the sections, that have these names.
+    """Returns the help of the named keys and of all keys in the named sections.
 
     Raises UserError for a name that is neither a key nor a section.
     """
@@ -216,7 +216,7 @@ def of_names(names: Sequence[str]) -> str:
 
 
 def _of_key(key: Key) -> str:
-    """Returns a key with its default, its meaning, its allowed values and its conflicts."""
+    """Formats a key with its default, its meaning, its allowed values and its conflicts."""
     texts = [key.meta["help"], f"must be {allowed(key)}"]
     texts += [f"refused: {text}" for text in _excluded(key.name)]
     lines = [line for text in texts for line in wrap(text, WIDTH)]
@@ -224,7 +224,7 @@ def _of_key(key: Key) -> str:
 
 
 def _excluded(name: str) -> Iterator[str]:
-    """Yields, for each conflict of a key, the settings that conflict, as a user would type them."""
+    """Yields each conflict of a key: the conflicting settings, as a user would type them."""
     keys = all_keys()
     for conflict in CONFLICTS:
         if name in conflict.settings:

@@ -1,6 +1,6 @@
-"""Runs Hydra, after it has ordered the arguments and checked Hydra's flags and keys.
+"""Orders the arguments, checks Hydra's flags and keys, and runs Hydra.
 
-It also keeps the folder of a sweep private.
+This module also makes the folder of a sweep private.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
 
-# Short forms of keys. `parallel3d data` calls the tokenizer `tokenizer`, a dataclass cannot have a
-# field `async`, and `Config.num_microbatches` is a property that is derived from the batch.
+# Short forms of keys. They exist because `parallel3d data` has a key `tokenizer`, a dataclass
+# cannot have a field `async`, and the property `Config.num_microbatches` is derived from the batch.
 ALIASES = {
     "tokenizer": "data.tokenizer",
     "checkpoint.async": "checkpoint.async_save",
     "num_microbatches": "schedule.num_microbatches",
 }
-TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # eval takes these without `eval.`
+TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # eval takes these keys without `eval.`
 QUIET = ("none", "disabled", "false", "null", "[]")  # values that turn logging off
 # Prefixes of Hydra's own keys that only have an effect in a sweep, or none at all.
 OF_SWEEPS = ("hydra/hydra_logging", "hydra.verbose")
@@ -87,7 +87,7 @@ def check_sweep_words(words: Sequence[str], schema: type[Config] = Config) -> No
 
 
 def failed_elsewhere(code: int) -> str:
-    """Returns a sentence that names the log of a sweep's job that failed under submitit."""
+    """Returns a sentence that names the log of a failed job in a sweep under submitit."""
     sweep = HydraConfig.get()
     log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
     return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
@@ -129,7 +129,7 @@ def order_arguments(
     if known.config_dir and known.config_dir.startswith("~"):  # Hydra does not expand it
         ends = known.config_dir
         flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
-    if not known.shell_completion:  # otherwise the argument is install=…, which is no override
+    if not known.shell_completion:  # otherwise the argument is install=…, which is not an override
         overrides = check_overrides(overrides, own, sweeps, schema)
     return [*flags, *overrides], own
 
@@ -137,8 +137,8 @@ def order_arguments(
 def _check_has_effect(word: str, sweeps: bool) -> None:
     """Raises UserError for an override of one of Hydra's keys that would have no effect.
 
-    parallel3d chooses the folders, and does not let Hydra configure logging in the processes of the
-    ranks. So only the logging of Hydra's own lines about a sweep can be changed.
+    parallel3d chooses the folders and does not let Hydra configure logging in the ranks' processes.
+    Therefore only the logging of Hydra's own messages about a sweep can be changed.
     """
     name, _, value = word.lstrip("+~").partition("=")
     if value.lower() in QUIET or (sweeps and name in OF_SWEEPS):
@@ -155,8 +155,8 @@ def _raise_argument_error(message: str) -> NoReturn:
 class OwnFolder(SearchPathPlugin):
     """Lets Hydra search the folder of --config-dir before parallel3d's own presets.
 
-    Hydra would search it last, and so ignore an experiment that was copied there and edited under
-    its old name.
+    By default, Hydra searches it last and would ignore an edited copy of an experiment that has
+    kept its name.
 
     Attributes:
         path: the folder; None without --config-dir.
@@ -187,10 +187,10 @@ def _own_folder(given: str | None, config_name: str | None) -> Path | None:
 
 
 class PrivateSweepFolder(Callback):
-    """Creates `runs_dir/.multirun`, accessible to its user alone, before Hydra would create it.
+    """Creates `runs_dir/.multirun`, accessible only to its owner, before Hydra would create it.
 
-    submitit stores the jobs there as pickles, which are executed when Slurm starts them, so nobody
-    else may replace them.
+    submitit stores the jobs there as pickles and executes them when Slurm starts the jobs, so
+    nobody else may replace them.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -240,6 +240,6 @@ def run(
 def _is_hydras(word: str) -> bool:
     """Returns whether Hydra itself must read an argument.
 
-    This is so for a flag, for a key of Hydra, and for several values, such as 1,2 or range(3).
+    Hydra must read flags, its own keys, and arguments with several values, such as 1,2 or range(3).
     """
     return word.startswith("-") or "hydra" in word or bool(set(",(") & set(word))

@@ -18,19 +18,19 @@ from parallel3d.errors import UserError
 from parallel3d.run.directory import CONFIG_FILE
 
 TRAIN, VERIFY, BENCH = "train", "verify", "bench comm"
-OWNERS = {"prompt": GENERATE}  # subcommands that own an option outside of any section
+OWNERS = {"prompt": GENERATE}  # option outside of any section → the subcommand that it belongs to
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand whose words are Hydra's overrides.
+    """Describes a subcommand whose arguments are overrides for Hydra.
 
     Attributes:
         name: the subcommand's name on the command line.
-        alone: the module with the subcommand's function if that runs in this process alone; None:
-            the function is in `run.worker.APPS` and runs on every rank.
-        schema: the class that defines the keys: `Config` for those of a run, or `CommandConfig` for
-            these and the options of subcommands.
+        alone: the module of the subcommand's function if it runs only in this process, or None if
+            it runs on every rank and is in `run.worker.APPS`.
+        schema: the class that defines the keys: `Config` for the keys of a run, or `CommandConfig`
+            to include the options of subcommands.
         needs_data: whether the subcommand trains, so that the corpus is checked before the ranks
             start.
         of_run: whether the subcommand takes the model from a run (`run=`).
@@ -53,7 +53,7 @@ class Subcommand:
         return self.resumes and run is not None and Path(runs_dir, run, CONFIG_FILE).is_file()
 
     def checked(self, config: Config, typed: Sequence[str], world_size: int | None) -> Config:
-        """Checks the configuration and returns it as the ranks get it. Raises UserError.
+        """Returns the checked configuration for the ranks. Raises UserError if it is invalid.
 
         Args:
             typed: the overrides on the command line.

@@ -22,15 +22,15 @@ HELP = frozenset(("-h", "--help"))
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of a command.
+    """Describes a verb of a command, such as `ls` in `parallel3d checkpoint ls`.
 
     Attributes:
         about: the verb's description.
         keys: the verb's keys and their help texts.
         needs: the required keys.
-        examples: command lines, one below the other.
+        examples: command lines, one per line.
         names: the keys whose values may be given by position, without KEY=.
-        free: whether keys of the configuration are accepted too, as overrides.
+        free: whether overrides of the configuration are also accepted.
         paths: the keys whose values are paths, in which `~` is expanded.
     """
 
@@ -132,7 +132,8 @@ def whole_number(
 ) -> int | None:
     """Returns the number given for a key; None if the key is not given.
 
-    Raises UserError unless it is a whole number from `least` to `most`; `most` = None: no maximum.
+    Raises UserError unless it is a whole number from `least` to `most`. If `most` is None, there is
+    no maximum.
     """
     text = given.get(key)
     if text is None:
@@ -149,7 +150,7 @@ def whole_number(
 
 
 def true_or_false(key: str, given: Mapping[str, str], default: bool) -> bool:
-    """Returns the truth value given for a key, or `default` if the key is not given.
+    """Returns the boolean given for a key, or `default` if the key is not given.
 
     Raises UserError unless the text is true or false.
     """

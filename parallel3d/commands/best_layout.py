@@ -96,9 +96,9 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
 
 
 def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
-    """Returns the number and the configuration of the best layout that a run would accept.
+    """Returns the index and the configuration of the best layout that a run would accept.
 
-    Raises the UserError about the best layout of all if a run would accept none.
+    If a run would accept no layout, the UserError about the best one is raised.
     """
     refused: UserError | None = None
     given = {key: getattr(plan.config, key) for key in ("zero", "vpp", "sp") if key in keys}

@@ -34,12 +34,12 @@ from parallel3d.host.quotas import available_cores
 from parallel3d.text import si
 
 DATA = "data"
-# Limits of the vocabulary of a trained tokenizer; the smallest has 256 bytes and an end of text.
+# Limits of a trained tokenizer's vocabulary size; 257 tokens are the bytes and the end of text.
 SMALLEST, LARGEST = 257, 1 << 24
 DAMAGED = 1  # exit code for a damaged corpus
 READ = 1 << 20  # number of tokens, or lengths, that are read at a time
 SHOWN = 200  # maximum number of characters of a document that are shown
-LINE_EVERY_S = 10  # seconds between lines of progress without a terminal
+LINE_EVERY_S = 10  # seconds between progress lines without a terminal
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
     "parquet, or text with one document per file, by ending and first bytes; "
@@ -98,7 +98,7 @@ VERBS = {
 
 
 def data(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d data …` line. Returns its exit code.
+    """Runs a `parallel3d data …` command line. Returns its exit code.
 
     Raises UserError for invalid arguments or input.
     """
@@ -186,10 +186,10 @@ def tokenize_corpus(
     bad: float,
     add_bos: bool,
 ) -> int:
-    """Makes or continues a corpus and prints a summary. Returns the exit code, 0.
+    """Makes a corpus, or resumes making it, and prints a summary. Returns the exit code, 0.
 
     The arguments are those of `parallel3d data tokenize`. `kind` is its `format`, or None if the
-    names of the files tell the format. Raises UserError for invalid input.
+    names of the files determine the format. Raises UserError for invalid input.
     """
     if not to.name or to.suffix in (".bin", ".idx"):
         raise UserError(
@@ -226,8 +226,8 @@ def tokenize_corpus(
 def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
     """Returns notices about the tokenizer of a corpus, or [] for bytes.
 
-    The notices tell where the tokenizer may be wrong, how it differs from transformers, and whether
-    documents begin with the tokens that it puts before every text.
+    The notices describe where the tokenizer may be wrong, how it differs from transformers, and
+    whether documents begin with the tokens that it puts before every text.
     """
     tokenizer = open_tokenizer(tokenizer_beside(to, facts), "tokenizer")
     if not isinstance(tokenizer, FileTokenizer):
@@ -257,7 +257,7 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
     """Trains a tokenizer and writes it to a file or a folder. Returns the exit code, 0.
 
     The arguments are those of `parallel3d data train-tokenizer`. `kind` is its `format`, or None if
-    the names of the files tell the format. Raises UserError for invalid input.
+    the names of the files determine the format. Raises UserError for invalid input.
     """
     if os.path.lexists(to):
         raise UserError(f"to={shown(str(to))} exists and is never overwritten: choose another path")

@@ -42,7 +42,7 @@ MAY_BE_SET = {
 def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Returns the overrides without prompt=…, and the prompt or, if it is not given, None.
 
-    The prompt is taken out because Hydra would strip its blanks. The last prompt=… counts.
+    The prompt is taken out because Hydra would strip its whitespace. The last prompt=… counts.
     """
     prompts = [word.removeprefix("prompt=") for word in arguments if word.startswith("prompt=")]
     rest = [word for word in arguments if not word.startswith("prompt=")]
@@ -52,7 +52,7 @@ def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 def config_from_run(
     app: str, config: CommandConfig, overrides: Sequence[str], world_size: int | None
 ) -> CommandConfig:
-    """Returns the checked configuration of `app`, GENERATE or EVAL, on a run.
+    """Returns the checked configuration of `app`, which is GENERATE or EVAL, for a run.
 
     Args:
         app: the subcommand.
@@ -103,7 +103,7 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     """Runs `app` on a checkpoint of a run, on all ranks of the layout. Returns the exit code."""
     device = choose_device(config.device, config.world_size)
     check_numerics(device.kind, config.precision.name, os.environ)
-    # Reports of failures go to a temporary folder, so that nothing is added to the run's.
+    # Reports of failures go to a temporary folder, so that nothing is added to the run directory.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
     code = None
     try:
@@ -115,7 +115,7 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
 
 
 def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> CommandConfig:
-    """Returns `config`, checked, with the model and the tokenizer of the run.
+    """Returns the checked configuration with the model and the tokenizer of the run.
 
     `world_size` is the number of ranks that a launcher started, or None without a launcher. Raises
     UserError if there is no such run, or if its model does not fit the other keys.

@@ -1,7 +1,7 @@
 """Generates text from a checkpoint of a run, on every rank of `parallel3d generate`.
 
-All layouts draw the same tokens, because their logits agree up to rounding, and one rank draws in
-fp64 for all other ranks, from random numbers that depend only on the seed.
+All layouts draw the same tokens, because their logits agree up to rounding. One rank draws for all
+ranks, in fp64 and with random numbers that depend only on the seed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def generate(config: CommandConfig, worker: Worker) -> None:
 def load_newest(
     run_dir: Path, keys: GenerateConfig | EvalConfig, stage: Stage, groups: ProcessGroups
 ) -> Manifest:
-    """Fills `stage` from the newest intact checkpoint, or from that of `keys.step`.
+    """Fills `stage` from the newest intact checkpoint, or from the one at `keys.step`.
 
     Returns the manifest of the checkpoint. Raises UserError if no checkpoint is intact. The call is
     collective.
@@ -128,7 +128,7 @@ def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:
 
 
 class TokenSampler:
-    """Draws tokens from logits, the n-th by a random number that the seed and n determine."""
+    """Draws tokens from logits; the seed and n determine the random number of the n-th draw."""
 
     def __init__(self, settings: GenerateConfig, seed: int) -> None:
         self.settings = settings

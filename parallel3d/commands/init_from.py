@@ -153,7 +153,7 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
     from parallel3d.checkpoint.hf.folder import read_hf_config
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a process whose torch has threads cannot fork its ranks
+    torch.set_num_threads(1)  # a process in which torch has started threads cannot fork ranks
     try:
         with _as_init_from():
             found = read_hf_config(folder)
@@ -171,7 +171,7 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
 
 @contextmanager
 def _as_init_from() -> Iterator[None]:
-    """Makes errors about the key `from`, which an import reports, name `init_from` instead."""
+    """Replaces the key `from` with `init_from` in the error messages of an import."""
     try:
         yield
     except UserError as error:
@@ -181,7 +181,7 @@ def _as_init_from() -> Iterator[None]:
 def model_of(manifest: Manifest, where: str) -> ModelConfig:
     """Returns a checkpoint's model.
 
-    Raises UserError, which begins with `where`, if this version does not know the model.
+    Raises UserError if this version does not know the model. Its message begins with `where`.
     """
     try:
         model = ModelConfig(**manifest.config["model"])
@@ -199,12 +199,12 @@ def model_from(
     where: str,
     positions: int | None,
 ) -> ModelConfig:
-    """Returns the source's model, changed by those given keys of `wanted` that may differ.
+    """Returns the source's model with the values of `wanted` for given keys that may differ.
 
     Args:
         source: the source's model.
         wanted: the configured model.
-        is_given: tells whether a key, such as model.seq_length, was given.
+        is_given: returns whether a key, such as model.seq_length, was given.
         where: the source's name, for errors.
         positions: the largest allowed seq_length, or None if any is allowed.
 
@@ -242,9 +242,9 @@ def model_from(
 def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config, str]:
     """Returns `config` with the model and the tokenizer of `init_from`, and a line to log.
 
-    `is_given` tells whether a key was given. If `init_from` names a run without a step, the result
-    names its newest step, so that all ranks load the same checkpoint. Raises UserError for a source
-    that is missing or damaged, and for keys that contradict it.
+    `is_given` returns whether a key was given. If `init_from` names a run without a step, the
+    result names its newest step, so that all ranks load the same checkpoint. Raises UserError for a
+    source that is missing or damaged, and for keys that contradict it.
     """
     assert config.init_from is not None
     source = find_source(config.init_from, Path(config.runs_dir))
@@ -254,7 +254,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
         _check_optimizer(source.title, changes(_trained_with(source), config))
     data = config.data
     words = ""
-    if data.tokenizer is None:  # the source gives the tokenizer, also with data=chat
+    if data.tokenizer is None:  # the tokenizer comes from the source, even with data=chat
         data = dataclasses.replace(data, tokenizer=source.tokenizer)
         words = "" if data.tokenizer is None else f", tokenizer {data.tokenizer}"
     elif source.tokenizer is not None or source.has_bytes:
@@ -283,7 +283,7 @@ def _trained_with(source: Source) -> Mapping[str, Any]:
 def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
     """Raises UserError unless the source has the state of the configured optimizer.
 
-    `title` names the source, and `found` has the keys whose values differ from the source's.
+    `title` names the source, and `found` lists the keys whose values differ from the source's.
     """
     for change in found:
         if change.key.startswith("optim.") and change.kind == "refused":

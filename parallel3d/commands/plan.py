@@ -1,8 +1,8 @@
 """Finds the ten best layouts of a model on a cluster, as a table and a page (`parallel3d plan`).
 
-Keys of a layout (LAYOUT) that the command line gives are fixed, and all others are searched. The
-memory of a layout is an upper bound, which dry runs replace by their peak in the best
-`plan.confirm` rows. Only dry runs need torch.
+Keys of a layout (LAYOUT) that are given on the command line are fixed, and all others are searched.
+The memory of a layout is an upper bound. In the best `plan.confirm` rows it is replaced by the peak
+of a dry run. Only dry runs need torch.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[int]:
-        """The numbers of the layouts in the table, the best first."""
+        """The indices of the layouts in the table, the best first."""
         return best(self.priced, ROWS)
 
     @property
@@ -208,8 +208,8 @@ class Plan:
     def cells(self) -> list[list[str]]:
         """Returns the rows of the table under `head`.
 
-        Beside a time stands its range for a GPU, network or engine to which prices were not fitted,
-        because no published run used parallel3d. The times of a measured machine have no range.
+        A time is followed by its range for GPUs, networks and engines to which prices were not
+        fitted, because no published run used parallel3d. Times of a measured machine have no range.
         """
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
@@ -309,7 +309,7 @@ def without_overlap(config: Config, choice: LayoutChoice) -> str:
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Formats the numbers of all and of active parameters in brackets, or "" without experts."""
+    """Returns the numbers of all and active parameters in brackets, or "" without experts."""
     if not model.num_experts:
         return ""
     counts = parameter_count(model), active_parameter_count(model)
@@ -329,8 +329,8 @@ HELD = (
     *("temporary", "margin", "reserve"),
 )
 
-# Descriptions of parts of the busiest GPU's compute (names of `breakdown`) and of a step (names of
-# `StepTime`).
+# Descriptions of the parts of the busiest GPU's compute (keys of `breakdown`) and of a step (fields
+# of `StepTime`).
 TIMES = {
     "matmuls": "GEMMs of the layers, one in the forward pass and two in the backward pass",
     "attention": "scores, softmax and values, in the forward and backward passes",
@@ -352,7 +352,7 @@ TIMES = {
 def write_page(plan: Plan, file: str, assumed: Sequence[str], said: str = "") -> None:
     """Writes the plan as one HTML page.
 
-    `assumed` has the assumed overrides, and `said` is a notice for the top of the page or "".
+    `assumed` lists the assumed overrides, and `said` is a notice for the top of the page or "".
     Raises UserError if the page cannot be written.
     """
     title = escape(plan.title)
@@ -476,14 +476,14 @@ def _parts(priced: Priced, index: int) -> dict[str, float]:
 
 
 _MOST_NODES = 1 << 16  # largest number of nodes that is tried for a model that does not fit
-# That search ends if twice as many nodes reduce the memory of a rank to no less than this share.
+# The search for nodes ends if doubling them leaves more than this share of the memory of a rank.
 _STILL = 0.98
 
 
 def plan(config: CommandConfig, typed: Sequence[str]) -> int:
     """Prints the plan and, if requested, writes its page. Returns the exit code, 0.
 
-    `typed` has the overrides of the command line. Raises UserError for an impossible request.
+    `typed` lists the command-line overrides. Raises UserError for an impossible request.
     """
     keys, own = chosen_keys(typed), with_own_gpus(config.cluster, os.environ, run_command)
     config = replace(config, cluster=own)
@@ -554,8 +554,8 @@ def searched(
 ) -> Plan:
     """Returns all layouts of `ranks` ranks, priced by datasheets or by the cluster's measured file.
 
-    A model with experts has several times as many layouts as a model without, so memory is
-    calculated only for the fastest layouts.
+    For a model with experts, which has several times as many layouts, memory is calculated only for
+    the fastest layouts.
 
     Args:
         config: the configuration.
@@ -667,7 +667,7 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
 def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
     """Returns facts about the memory of a layout's fullest ranks from dry runs, by index along pp.
 
-    This enables the simulated device in this process. Raises UserError for a layout that a run
+    The call enables the simulated device in this process. Raises UserError for a layout that a run
     would refuse.
     """
     from parallel3d.commands.dryrun.command import find_memory  # imports torch

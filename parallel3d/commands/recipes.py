@@ -61,7 +61,7 @@ INIT_VERBS = {
 
 
 def recipes(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d recipes …` line. Returns its exit code.
+    """Runs a `parallel3d recipes …` command line. Returns its exit code.
 
     Raises UserError for invalid arguments, and for a file that exists.
     """
@@ -114,7 +114,7 @@ def table() -> list[str]:
 
 
 def init(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d init …` line. Returns its exit code.
+    """Runs a `parallel3d init …` command line. Returns its exit code.
 
     Raises UserError for invalid arguments, and for a file that exists.
     """
@@ -142,7 +142,7 @@ def write_new(command: str, files: Mapping[Path, bytes]) -> None:
         )
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # torchrun.sh is executable, like in the checkout; sbatch only reads its scripts.
+        # torchrun.sh is executable, as in the checkout; sbatch only reads its scripts.
         # O_EXCL refuses a file or link that somebody has created since the check.
         mode = 0o777 if path.suffix == ".sh" else 0o666
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

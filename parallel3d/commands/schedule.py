@@ -1,4 +1,4 @@
-"""Draws one schedule and compares all of them (`parallel3d schedule`), without torch."""
+"""Draws a pipeline schedule and compares all schedules (`parallel3d schedule`), without torch."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Shown:
     """The schedule to draw, and the rows of the table.
 
     Attributes:
-        choice: the schedule to draw, with its measures.
+        choice: the schedule to draw, with its time, bubble and memory.
         report: the result of checking it.
         timeline: the times of its actions.
         unread: maximum number of unread messages from one rank to another.
-        rows: all schedules of the table.
+        rows: the schedules in the table.
     """
 
     choice: ScheduleChoice

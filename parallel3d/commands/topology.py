@@ -15,8 +15,8 @@ from parallel3d.topology.report import MADE_BY, facts_of, make_report, picture_o
 def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
     """Prints the groups with their prices and warnings, and writes the requested files.
 
-    `typed` has the overrides of the command line, whose keys count as the user's choices. If it is
-    None, all keys count as such. Returns the exit code, 0. Raises UserError for an impossible
+    `typed` lists the command-line overrides, whose keys count as chosen by the user. If it is None,
+    all keys count as chosen. Returns the exit code, 0. Raises UserError for an impossible
     configuration.
     """
     svg, json_file = config.topology.svg, config.topology.json

@@ -39,10 +39,10 @@ from parallel3d.trainer import Trainer
 
 
 def train(config: Config, worker: Worker) -> None:
-    """Trains until `config.train_steps` steps are done, or resumes a run that has checkpoints.
+    """Trains until `config.train_steps` steps are done; resumes a run that has checkpoints.
 
-    The function needs a checked configuration and an initialised torch.distributed. A run resumes
-    from its newest intact checkpoint. Rank 0 writes `metrics.jsonl`, `summary.json` and, with
+    The configuration must be checked, and torch.distributed must be initialised. A run resumes from
+    its newest intact checkpoint. Rank 0 writes `metrics.jsonl`, `summary.json` and, with
     `train.save_weights`, `weights-initial.safetensors` and `weights-final.safetensors` into the run
     directory.
 
@@ -99,10 +99,10 @@ def make_groups(config: Config, worker: Worker, device: torch.device) -> Process
 
 
 def choose_style(config: Config, worker: Worker) -> Config:
-    """Returns `config` with context_parallel.style=auto replaced by the style of the lowest price.
+    """Returns `config` with context_parallel.style=auto replaced by the cheapest style.
 
-    All ranks choose the same style, and rank 0 logs the prices. With cp=1 or another style,
-    `config` is returned as it is.
+    All ranks choose the same style, and rank 0 logs the estimated waits. With cp=1 or another
+    style, `config` is returned unchanged.
     """
     if config.cp == 1 or config.context_parallel.style != "auto":
         return config
@@ -130,7 +130,7 @@ def take_initial_weights(
 
     Returns an entry for the header that names the source, or {} if nothing was loaded. Raises
     UserError if the learning-rate schedule does not fit the number of steps, which is known only
-    after the data was opened.
+    after the data is opened.
     """
     config, optim = trainer.config, trainer.config.optim
     check_schedule_of_rate(optim, optim.lr_decay_steps or trainer.length.end)
@@ -169,7 +169,7 @@ def run(
 ) -> bool:
     """Runs the remaining steps and saves the results.
 
-    `facts` has further lines of the header. Returns whether the last checkpoint was written.
+    `facts` contains further lines for the header. Returns whether the last checkpoint was written.
     """
     watchdog, first = worker.watchdog, trainer.steps_done + 1
     assert watchdog is not None
@@ -204,7 +204,7 @@ def run(
 
 
 def record_totals(trainer: Trainer, recorder: Recorder | None) -> None:
-    """Records the time of steps by part and every rank's peak memory. The call is collective."""
+    """Records the step times by part and every rank's peak memory. The call is collective."""
     times = trainer.step_times()
     peaks = all_gather_json(
         peak_memory(trainer.device), trainer.groups.world.handle, trainer.device

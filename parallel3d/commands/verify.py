@@ -2,14 +2,14 @@
 
 The layout and a single process start from the same weights and read the same samples. After every
 step their losses, their gradient norms and every shard of every rank are compared, replicas and
-tied copies included. They run in fp64, where only a mistake causes a difference beyond rounding,
+tied copies included. Both run in fp64, where only a mistake causes a difference beyond rounding,
 and in the run's own precision. Both SGD and AdamW are used, because Adam hides a wrong gradient
 scale.
 
 If the model has experts, the routers' choices are compared as well. In precisions below fp64,
 rounding decides between close scores, so the layout runs twice. In the first run it chooses
 freely, differing choices are counted, and the loss is checked only coarsely. In the second run it
-uses the choices of the single process, and the usual bounds hold.
+uses the choices of the single process, and the usual tolerances apply.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tolerance(NamedTuple):
     """The largest allowed relative differences of losses, gradient norms and parameters.
 
     Differences of parameters are relative to their scale (see `differences`). If `weights` is None,
-    these differences are reported but not checked.
+    they are reported but not checked.
     """
 
     loss: float
@@ -61,7 +61,7 @@ EXACT = Tolerance(1e-9, 1e-9, 1e-9)
 ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
 # AdamW divides a gradient by its own magnitude. If a gradient is only rounding noise, it therefore
 # moves its weight by a whole learning rate, in a random direction. In precisions below fp64 such
-# differences of weights do not indicate a mistake.
+# differences in weights do not indicate a mistake.
 ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
 # Partial sums are rounded to 8 bits (bf16) or 11 bits (fp16), and the layout determines which
 # partial sums exist.
@@ -132,7 +132,7 @@ def verify_command(config: CommandConfig, worker: Worker) -> int:
 
 
 def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) -> int:
-    """Compares every variant for `steps` steps. The call is collective.
+    """Compares the variants, each for `steps` steps, until one fails. The call is collective.
 
     Returns 1 on rank 0 if the layout changes the model or a comparison is undecided, else 0.
     """
@@ -224,7 +224,7 @@ def variants(config: Config, steps: int) -> Iterator[Variant]:
     if config.precision.name == "fp64":
         return
     for name, optim in optimizers.items():
-        # Muon counts as AdamW here, because it steps some parameters by AdamW.
+        # Muon has the tolerance of AdamW, because it updates some parameters with AdamW.
         tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM
         tolerance = COARSE if config.precision.name in HALF_PRECISION else tolerance
         own_precision = dataclasses.replace(config, optim=optim)
@@ -305,10 +305,10 @@ def _watched(trainer: Trainer) -> Choices | None:
 
 
 def _undecided(step: int, found: Flips) -> str | None:
-    """Returns a sentence if the first differing choice in fp64 is between nearly equal scores.
+    """Returns a sentence if choices differ in fp64, but only between nearly equal scores.
 
-    Returns None if no choice differs, or if the scores of the first differing choice are further
-    apart than UNDECIDED.
+    Returns None if no choice differs, or if the scores of a differing choice are UNDECIDED or more
+    apart.
     """
     if found.first is None or found.first[3] >= UNDECIDED:
         return None
@@ -320,9 +320,9 @@ def _undecided(step: int, found: Flips) -> str | None:
 
 
 def _judged_choices(step: int, found: Flips, failure: str | None) -> str | None:
-    """Returns a sentence on differing choices in fp64 and on `failure`, the other differences.
+    """Returns a sentence about differing choices in fp64, which ends with `failure`.
 
-    Returns `failure` itself if no choice differs.
+    `failure` describes other differences, or is None. If no choice differs, it is returned alone.
     """
     if found.first is None:
         return failure
@@ -366,13 +366,13 @@ def judge(
 ) -> str | None:
     """Returns a sentence on the differences beyond the tolerance, or None if there are none.
 
-    `found` has the differences of all shards, and `grid` is the layout, which names ranks.
+    `found` contains the differences of all shards, and `grid` is the layout that names ranks.
     """
     moment = f"after step {step}" if step else "before the first step"
     parts = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
         a, b = getattr(layout, name), getattr(single, name)
-        if a is None and b is None:  # both lack a loss, as no token was to be learned
+        if a is None and b is None:  # neither has a loss, because all tokens were masked
             continue
         if a is None or b is None:
             parts.append(f"{name} is {a} under the layout and {b} in one process")

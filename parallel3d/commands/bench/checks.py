@@ -18,9 +18,9 @@ from parallel3d.run.checks import check_run_name
 def check_communication(config: CommandConfig, world_size: int | None) -> CommandConfig:
     """Returns `config` with `dp`, after checking what `bench comm` needs.
 
-    It needs a layout of at least two ranks, sizes to measure, and a folder for the file. The data
-    and the model are not checked. `world_size` is the number of ranks that a launcher started, or
-    None without a launcher. Raises UserError if a check fails.
+    It needs a layout of at least two ranks, sizes to measure, and an existing folder for the output
+    file. The data and the model are not checked. `world_size` is the number of ranks that a
+    launcher started, or None without a launcher. Raises UserError if a check fails.
     """
     check_fields(config)
     check_plain(config)

@@ -1,9 +1,9 @@
 """Times every collective in every group of the user's layout (`parallel3d bench comm`).
 
 For several message sizes it reports the time, the algorithm bandwidth and the bus bandwidth (busbw)
-as nccl-tests does, and the price by the model of the cluster. The groups of a dimension are
-measured one at a time and all at once. A probe of pairs names slow ranks and wires. No data and no
-model are needed.
+as defined by nccl-tests, and the time that the model of the cluster predicts (the price). The
+groups of a dimension are measured one at a time and all at once. A probe of pairs finds slow ranks
+and wires. Neither a data set nor a model to train is needed.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ def bench_comm(config: CommandConfig, worker: Worker) -> int:
 
 
 def _seconds_since_start(worker: Worker) -> float:
-    """Returns the seconds since the command line was accepted, from which the budget counts."""
+    """Returns the seconds since the command line was accepted, which count towards the budget."""
     accepted = worker.run_dir / CONFIG_FILE
     return max(0.0, time.time() - accepted.stat().st_mtime) if accepted.exists() else 0.0
 
 
 @contextmanager
 def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
-    """Yields a function that sets this rank's phase and, on rank 0's terminal, moves a bar."""
+    """Yields a function that sets this rank's phase and, on rank 0's terminal, a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = console is not None and console.is_terminal
     with Bar(*columns, console=console, transient=True, disable=not shown) as bar:
@@ -189,10 +189,10 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
         yield tell
 
 
-# Upper bound of the natural logarithms of a fitted link's latency in µs and of its ns per byte.
+# The logarithms of a fitted link's latency in µs and of its ns per byte are between ±LIMIT.
 LIMIT = 30.0
-# The fit uses only these collectives. Their price is a·α + b/B, where a and b do not depend on the
-# link, and training sends nearly all of its bytes by them.
+# The fit uses only these collectives, by which training sends nearly all of its bytes. Their price
+# is a·α + b/B for a link with latency α and bandwidth B, where a and b do not depend on the link.
 FITTED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
 
@@ -228,7 +228,7 @@ class Fit:
     typical_factor: float
 
     def overrides(self, kind: LinkClass, rail_gb_per_s: float) -> dict[str, float]:
-        """Returns the link as keys of `cluster`, with the spine's bandwidth as an oversubscription.
+        """Returns the link as keys of `cluster`; a spine's bandwidth becomes an oversubscription.
 
         `kind` is the class of the link, and `rail_gb_per_s` is the bandwidth of a rail.
         """
@@ -247,14 +247,14 @@ class Fit:
 def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
     """Fits a link that minimizes the sum of the squared logarithms of price over measured time.
 
-    A logarithm treats prices that are too high and too low alike, at all message sizes, whereas
-    relative differences would favour low prices. If larger messages take no longer, the fitted
-    bandwidth is very high. Returns None if there are fewer than two message sizes.
+    Logarithms give prices that are too high the same weight as prices that are too low, at all
+    message sizes, whereas relative differences would favour low prices. If larger messages take no
+    longer, the fitted bandwidth is very high. Returns None for fewer than two message sizes.
     """
     samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
     if len({s.nbytes for s in samples}) < 2:
         return None
-    # Each sample has its seconds per µs of latency, and its seconds per (ns per byte) of slowness.
+    # Each row has a sample's seconds per µs of latency, and per ns/byte of inverse bandwidth.
     each = np.array([[s.price(Link(1e30, 1.0)), s.price(Link(1.0, 0.0))] for s in samples])
     seconds = np.array([s.seconds for s in samples])
     found = np.log((seconds[:, None] / each).min(axis=0))

@@ -1,4 +1,4 @@
-"""Options of `parallel3d bench comm`."""
+"""Declares the options of `parallel3d bench comm`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def timed_calls(
     warmup: int,
     calls: int,
 ) -> list[float]:
-    """Returns the seconds of `calls` calls of `run` on this rank, after `warmup` other calls.
+    """Returns the seconds of `calls` calls of `run` on this rank, after `warmup` untimed calls.
 
     A barrier precedes each call.
     """
@@ -82,9 +82,9 @@ class CallCounts:
     cut: int = 0  # number of rows with fewer calls than requested
 
     def next(self) -> tuple[int, int]:
-        """Returns the numbers of warm-up calls and of timed calls of the next row.
+        """Returns the numbers of warm-up calls and of timed calls for the next row.
 
-        The time left would suffice for the same numbers in every remaining row.
+        They are chosen so that the time left suffices for as many calls in every remaining row.
         """
         ahead, full = sum(self.estimates[self.row :]), self.warmup + self.calls
         affordable = (self.seconds - self.spent) / max(ahead, 1e-9)
@@ -168,7 +168,7 @@ class Site:
         return "gloo" if name == GLOO_ON else name
 
     def whole_bytes(self, size: int) -> int:
-        """Returns `size` rounded down to equally many fp32 numbers (at least 1) for every rank."""
+        """Returns `size` rounded down to a whole number of fp32 elements per rank, at least one."""
         unit = ITEM * self.group.size
         return max(unit, size // unit * unit)
 
@@ -188,7 +188,7 @@ class Site:
 
 @dataclass
 class Call:
-    """One operation on its buffers.
+    """Contains an operation that is ready to run on its buffers.
 
     Attributes:
         run: runs the operation.
@@ -220,7 +220,7 @@ class Call:
 
 
 def pattern(member: int, count: int, start: int = 0) -> Tensor:
-    """Returns `count` fp32 numbers of the input of `member`, from number `start` on."""
+    """Returns `count` fp32 numbers of the input of `member`, starting at index `start`."""
     ramp, begin = torch.arange(1.0, PERIOD + 1), start % PERIOD
     return ramp.repeat((begin + count) // PERIOD + 1)[begin : begin + count] * (member + 1)
 
@@ -232,7 +232,7 @@ def reduced(reduction: str, n: int, count: int, start: int = 0) -> Tensor:
 
 
 def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
-    """Prepares an operation, whose whole buffer has `size` bytes as in nccl-tests."""
+    """Prepares an operation on a buffer of `size` bytes, as nccl-tests counts them."""
     group, device, name, own = site.group, site.device, operation.name, operation.own
     n, me, handle, root = group.size, group.index, group.handle, group.ranks[0]
     count = site.whole_bytes(size) // ITEM
@@ -274,7 +274,7 @@ def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
 
 
 def _since_2_13(name: str) -> Callable[..., object]:
-    """Returns torch's collective on single tensors, which has another name since version 2.13."""
+    """Returns torch's collective on single tensors, which version 2.13 renamed."""
     before = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
     return getattr(dist, f"{name}_single", None) or getattr(dist, before[name])
 
@@ -375,7 +375,7 @@ class Where:
 
 
 ALONE, TOGETHER = "alone", "together"
-MOST_ALONE = 16  # maximum number of groups, evenly spread, of a dimension to measure alone
+MOST_ALONE = 16  # maximum number of a dimension's groups, evenly spread, that are measured alone
 WORLD = "world"
 
 
@@ -413,7 +413,7 @@ def groups_of(layout: Layout, dim: str) -> list[list[int]]:
 
 
 def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
-    """Returns the dimensions to measure, and the reasons by dimension why others are left out."""
+    """Returns the dimensions to measure, and for each other dimension why it is left out."""
     data = ("cp", "dp_cp") if layout.cp > 1 else ("dp",)
     left_out = {dim: f"{dim}=1: no groups" for dim in ("tp", "dp", "pp") if layout.size(dim) == 1}
     if layout.cp > 1 == layout.dp:
@@ -549,7 +549,7 @@ def result(
     }
 
 
-# A function that is told what is being done, how many units of work are done, and their number.
+# The arguments are a description of the work, the number of units that are done, and their total.
 Progress = Callable[[str, int, int], None]
 
 

@@ -6,8 +6,8 @@ takes more than `outlier` times as long as the median pair, although neither of 
 Times are compared within a link class.
 
 Preflight probes every wire of a run before its first step. First it probes the pairs, then all
-groups of a dimension at once with an operation of training: messages between stages for pp, and
-all-reduces for other dimensions. It logs a line for each slow wire, writes preflight.json, and
+groups of a dimension at once with an operation that training uses: messages between stages for pp,
+and all-reduces for other dimensions. It logs a line for each slow wire, writes preflight.json, and
 lets the run continue.
 """
 
@@ -50,7 +50,7 @@ ROUNDS = 3  # number of passes over all pairs
 PINGS = 5  # number of exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # pauses before the measurements that confirm a finding
 ALL_PAIRS = 8  # largest group in which all pairs are probed, not only neighbours in the ring
-GROUP_BYTES = 1 << 20  # size in bytes of an operation of a group
+GROUP_BYTES = 1 << 20  # size in bytes of the operation that probes a group
 GROUP_CALLS = 5  # number of timed calls of this operation
 
 Pair = tuple[int, int]
@@ -63,7 +63,7 @@ def sizes_of(device: torch.device) -> tuple[int, ...]:
 
 
 def floor_of(device: torch.device) -> float:
-    """Returns the seconds below which a difference between times is only noise of the system."""
+    """Returns the seconds below which a difference between times counts as noise."""
     return 5e-6 if accelerator.is_accelerator(device) else 1e-3
 
 
@@ -129,8 +129,8 @@ def findings_in(
     """Returns the slow ranks, and the slow pairs among the other ranks.
 
     A rank is slow if its fastest pair is slow in every link class. If it is slow in some classes
-    only, one of its wires is slow, which is found as a pair. Fewer than three ranks or pairs of a
-    class are not judged, because their median means nothing.
+    only, one of its wires is slow, which is found as a pair. A class of fewer than three ranks or
+    pairs is not judged, because its median means nothing.
 
     Args:
         times: (sizes, pairs) the seconds of each exchange.
@@ -210,11 +210,11 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 
 
 def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) -> Seconds:
-    """Returns the elementwise minimum of measurements.
+    """Returns the elementwise minimum of repeated measurements.
 
-    The measurement is repeated after a pause while `judge` finds something slow in this minimum, at
-    most once for each of PAUSES_S. A machine that was only briefly busy is thus not
-    reported. The times must be equal on every rank, so that all ranks repeat together.
+    While `judge` finds something slow in the minimum, the measurement is repeated after the next
+    pause of PAUSES_S, so that a machine that was only briefly busy is not reported. The times must
+    be equal on every rank, so that all ranks repeat together.
     """
     fastest = measure()
     for pause in PAUSES_S:
@@ -256,7 +256,7 @@ def _rounds(
 ) -> Seconds:
     """Returns the seconds of the fastest exchange of each pair, (sizes, pairs), on every rank.
 
-    The slower rank of the pair counts. `order` has the rounds of pairs (`turns`).
+    The time of the slower rank of a pair counts. `order` contains the rounds of pairs (`turns`).
     """
     rank, sizes = dist.get_rank(), sizes_of(device)
     number = {pair: i for i, pair in enumerate(pairs)}
@@ -295,7 +295,7 @@ class GroupTime:
         operation: the operation.
         nbytes: the size of the operation.
         seconds: the time of the fastest call at the slowest rank.
-        priced_s: the price by the model of the cluster, or None if a wire is missing.
+        priced_s: the seconds that the model of the cluster predicts, or None if a wire is missing.
     """
 
     dim: str
@@ -430,9 +430,10 @@ def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
 def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple[GroupTime, float]]:
     """Returns the slow groups and the factor by which each of them is slow.
 
-    A group is slow if its ratio of time to price is above `outlier` times the median ratio of its
-    dimension, by more than `floor_s` seconds. Dimensions with fewer than three groups are not
-    judged, because their median means nothing.
+    A group is expected to take its price times the median ratio of time to price in its dimension.
+    It is slow if it takes more than `outlier` times as long, and more than `floor_s` seconds
+    longer. Dimensions with fewer than three groups are not judged, because their median means
+    nothing.
     """
     found = []
     for usual, priced in _by_dim(groups):

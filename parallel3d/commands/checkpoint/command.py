@@ -1,7 +1,7 @@
 """Runs `parallel3d checkpoint ls|verify|export|import|branch|average|diff key=value …`.
 
 The module does not use Hydra, because a verb has few keys, and only `import` takes keys of the
-configuration. It does not import torch, so that `ls` and every refusal answer at once.
+configuration. It does not import torch, so that `ls` and error messages appear at once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ VERBS = {
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d checkpoint …` line. Returns its exit code.
+    """Runs a `parallel3d checkpoint …` command line. Returns its exit code.
 
     Raises UserError for invalid arguments, and for checkpoints that do not allow the request.
     """

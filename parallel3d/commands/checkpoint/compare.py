@@ -53,7 +53,7 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
 
 
 class Difference(NamedTuple):
-    """The differences between two tensors of one name.
+    """Describes the differences between two tensors of the same name.
 
     `absolute` is the largest difference, and `relative` is `absolute` divided by the largest
     magnitude in either tensor.
@@ -117,7 +117,7 @@ def _read(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
     a, b = a.double(), b.double()
-    # Two NaN count as equal here, because the question is whether the same values were saved.
+    # Two NaNs count as equal here, because the question is whether the same values were saved.
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     gap = (a - b).abs()[unequal]
     largest = float(gap.max()) if gap.numel() else 0.0

@@ -63,7 +63,7 @@ from parallel3d.versions import TRIED, newer, parts
 BYTES = "its tokens are bytes, and token 256 ends texts"
 NO_TOKENIZER = "without a tokenizer, like the folder that it was imported from"
 LARGEST_KEPT = 1 << 20  # maximum size of `KEPT_FILE` in bytes
-OWNER = "tokenizer"  # key in `KEPT_FILE` of the digest of the tokenizer
+OWNER = "tokenizer"  # key of the tokenizer's digest in `KEPT_FILE`
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
@@ -84,8 +84,8 @@ def write_kept(
 ) -> None:
     """Writes `kept`, the result of `kept_keys`, into the run's folder.
 
-    If `own` is true, the run has the tokenizer of the Hugging Face folder, or like the folder none.
-    The digest of this tokenizer, or None, is then written as well.
+    If `own` is true, `tokenizer` is that of the Hugging Face folder, or None if it has none. Then
+    the digest of the tokenizer, or None, is written as well.
     """
     about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
     write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
@@ -104,9 +104,9 @@ def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def keep_keys(source: Source, data: DataConfig, vocab_size: int, run_dir: Path) -> None:
-    """Keeps the source's `kept_keys` and other files in a run that begins from it (`init_from`).
+    """Writes the source's `kept_keys` and other files into a run that starts from it.
 
-    Only rank 0 calls it. `data` and `vocab_size` are those of the run.
+    Only rank 0 calls this function. `data` and `vocab_size` are those of the run.
     """
     old = source.folder.absolute().parents[1]
     there = old / KEPT_FILE
@@ -129,8 +129,8 @@ def _read_kept(run_dir: Path) -> dict[str, Any]:
 def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tokenizer | None:
     """Returns the tokenizer that an import uses: `given`, else the folder's, else None.
 
-    Raises UserError if the tokenizer does not fit a vocabulary of `vocab_size` tokens, or if the
-    given tokenizer gives a token another number than the folder's.
+    Raises UserError if the tokenizer does not fit a vocabulary of `vocab_size` tokens, or if it
+    numbers a token differently from the folder's tokenizer.
     """
     found: Tokenizer
     if given is not None:
@@ -218,7 +218,7 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
 def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tensor:
     """Returns the logits (b, s, vocab_size) that transformers computes for `tokens`.
 
-    `wrapped` tells whether the folder has a vision model, whose text part is used. Raises UserError
+    If `wrapped` is true, the folder has a vision model, whose text part is used. Raises UserError
     if transformers fails.
     """
     import transformers

@@ -150,7 +150,7 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
 
 def condition(problem: Exception) -> str:
-    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may end."""
+    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may go away."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 
@@ -179,7 +179,7 @@ def layout(config: Mapping[str, Any]) -> str:
 
 
 def _losses(path: Path) -> dict[int, str]:
-    """Returns the training losses in metrics.jsonl by step, the last one of a repeated step."""
+    """Returns the training losses in metrics.jsonl by step; for a repeated step, the last loss."""
     found: dict[int, str] = {}
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []

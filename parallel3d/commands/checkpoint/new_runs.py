@@ -80,9 +80,9 @@ def new_run(config: Config) -> Iterator[Path]:
 def branch(runs_dir: Path, source: str, run: str) -> int:
     """Makes a run that resumes from a checkpoint of another run. Returns the exit code, 0.
 
-    The new run has the checkpoint with its step, its position in the data and its optimizer state,
-    the configuration of the checkpoint, the tokenizer, and the metrics up to its step. The other
-    run is not changed.
+    The new run has the checkpoint with its step, its position in the data, its optimizer state and
+    its configuration, and also the tokenizer and the metrics up to that step. The other run is not
+    changed.
 
     Args:
         runs_dir: the folder of all runs.
@@ -196,10 +196,7 @@ def _chosen(runs_dir: Path, run: str, last: int | None, steps: list[int] | None)
 
 
 def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the mean of each parameter, and of each state without an optimizer.
-
-    Such a state is the bias of a router.
-    """
+    """Yields the name and the mean of each parameter and of each router's bias."""
     with damage_refused(title(folders[0])):
         found = stored_shapes(folders[0])
     kept = (f"{PARAMETER}/", f"{STATE}/")

@@ -424,7 +424,7 @@ def phase_of_step() -> str:
 
 
 def caller() -> str:
-    """Returns file:line of the innermost frame of parallel3d outside the code of the dry run.
+    """Returns file:line of the innermost parallel3d frame outside the dry run's own code.
 
     Returns "?" if there is no such frame.
     """

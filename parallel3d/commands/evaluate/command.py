@@ -45,7 +45,7 @@ LOGIT_TOKENS = 256  # maximum number of tokens whose logits are in memory at a t
 
 
 class Request(NamedTuple):
-    """The tokens of a row's context and of one of its choices.
+    """Contains the tokens of a row's context, followed by those of one choice.
 
     The tokens from index `first` on are scored.
     """
@@ -209,7 +209,7 @@ def hidden_states(
     """Returns the hidden states (b, s, h) that a stage computes for `tokens` (b, s).
 
     On the last stage, the hidden states are the input of the head. Every other stage also sends
-    them to the next stage. `hidden` is the model's h.
+    them to the next stage. `hidden` is the hidden size h.
     """
     pp = groups.pp
     if stage.embedding is not None:
@@ -251,7 +251,7 @@ def report(
 ) -> None:
     """Prints a table and writes the result to `eval.to`, or to a new file in the run directory.
 
-    `of_run` has the first entries of the result: the run, the step, the layout and the precision.
+    `of_run` contains the first entries of the result, such as the run, the step and the layout.
     """
     pairs = list(zip(rows, scores, strict=True))
     tasks = list(dict.fromkeys(row.task for row in rows))

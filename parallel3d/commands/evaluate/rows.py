@@ -19,7 +19,7 @@ from parallel3d.errors import UserError
 from parallel3d.files import plain
 
 LONGEST = 64 << 20  # maximum size of a row in bytes
-# If a task has at least this many rows and no answer is 0, its answers seem to count from 1.
+# If a task has at least this many answers and none of them is 0, they seem to count from 1.
 ENOUGH = 4
 KEYS = frozenset(("task", "context", "choices", "answer", "continuation"))
 HOW = (
@@ -159,7 +159,7 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
     """Returns the tokens of both texts together, and how many of them belong to the context.
 
-    The split follows lm-evaluation-harness: blanks at the end of the context are moved to the
+    The split follows lm-evaluation-harness: whitespace at the end of the context is moved to the
     continuation, both texts are tokenized together, and the context has as many tokens as when it
     is tokenized alone. The tokenizer's prefix precedes the context. An empty context is replaced by
     the tokens that begin a text.
@@ -196,7 +196,7 @@ class Likelihood(NamedTuple):
     greedy: bool
 
     def plus(self, other: Likelihood | None) -> Likelihood:
-        """Returns the likelihood of both together, where None adds no tokens."""
+        """Returns the likelihood of the tokens of both; None adds no tokens."""
         if other is None:
             return self
         greedy = self.greedy and other.greedy
@@ -204,7 +204,7 @@ class Likelihood(NamedTuple):
 
 
 def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
-    """Returns the numbers of two choices: the likeliest in all, and the likeliest per byte.
+    """Returns the indices of two choices: the likeliest one, and the likeliest one per byte.
 
     If several choices are equally likely, the first of them is taken.
     """

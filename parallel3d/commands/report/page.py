@@ -48,7 +48,7 @@ STEP_FIGURES = {key: NAMES[key] for key in ("loss", "grad_norm", "lr", "tokens_p
 LOSS = NAMES["loss"]
 LOAD = "experts/load"
 MOST_SETS = 3  # maximum number of validation sets in the first table
-# maximum number of ranks of a run in a table of bars, and on a map of the hosts
+# maximum number of ranks that a table of bars shows, and that a map of the hosts shows
 MOST_RANKS, MOST_PLACES = 16, 64
 NOT_COMPARED = ("run", "runs_dir")
 CHARTS = {
@@ -59,7 +59,7 @@ CHARTS = {
     "speed/tokens_per_s": ("Speed", "tokens a second"),
     LOAD: ("Fullest expert", "its number of tokens over the mean, in the worst layer"),
 }
-# beginnings of the names of curves that can be switched to a logarithmic axis
+# prefixes of the names of curves that can be switched to a logarithmic axis
 LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")
 SHARED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 STYLE = """
@@ -111,7 +111,7 @@ class RunRecord:
     name: str
     curves: Mapping[str, list[Point]]  # by their names in loggers, such as train/loss
     starts: list[dict[str, Any]]  # each has first_step, tokens, started, and often host and layout
-    configs: list[Config]  # those of the first start and of each later start that changed keys
+    configs: list[Config]  # one for the first start and for each later start that changed keys
     summary: Mapping[str, Any]  # summary.json; {} if the last start has not written it
     ranks: list[dict[str, Any]]  # rows of placement.json
     state: str  # "running", or how the last start ended
@@ -238,7 +238,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
         shown = (point.value for point in points[begin:end])
         odd = (v for v in shown if v is not None and not np.isfinite(v))
         found["odd"] += [[step, tokens, str(v)] for v in list(odd)[:1]]
-    if len(values) <= COLUMNS:  # each point is a single step, whose value both would repeat
+    if len(values) <= COLUMNS:  # each point is a single step, so these would only repeat `y`
         del found["low"], found["high"]
     return found
 
@@ -395,7 +395,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
         if (
             not said
-        ):  # models without experts do not have this part, so its lack needs no explanation
+        ):  # models without experts do not have this part, so its absence needs no explanation
             missing = ""
             if not found:
                 continue
