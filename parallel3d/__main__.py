@@ -15,8 +15,8 @@ def main() -> int:
         return command()
     except KeyboardInterrupt:  # during the imports; later, the command handles interrupts
         print("parallel3d: interrupted", file=sys.stderr, flush=True)
-        # A `return` would not be enough: if the interrupt came while C code of an import ran
-        # Python code, the interpreter would still end by the signal.
+        # A `return` would not be enough: if the interrupt came while C code of an import ran Python
+        # code, the signal would still end the interpreter.
         os._exit(130)
 
 

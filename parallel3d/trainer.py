@@ -167,7 +167,7 @@ class Trainer:
         may_resume = self.config.run is not None  # only `restore` knows whether the run resumes
         size = self.groups.layout.world_size
         config = check_config(self.config, size, own_samples=own_samples, may_resume=may_resume)
-        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve auto
+        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve "auto"
             raise UserError(
                 "context_parallel.style=auto must be gather, heads or ring if you create a Trainer "
                 "yourself; the nearest is context_parallel.style=gather"
@@ -397,7 +397,7 @@ class Trainer:
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Replaces the weights by their moving average (`optim.ema_decay`) in a block; collective.
+        """Replaces weights with their moving average (`optim.ema_decay`) in a block; collective.
 
         After the block, all weights have exactly their previous values.
         """
@@ -407,7 +407,7 @@ class Trainer:
 
     def _swap_ema(self) -> None:
         self.before_update()  # a checkpoint in progress may still copy the weights
-        self.data_parallel.wait_for_all_gathers()  # these also write to this rank's own shard
+        self.data_parallel.wait_for_all_gathers()  # which also write to this rank's own shard
         self.optimizer.swap_ema()
         self.data_parallel.all_gather_params()
 
@@ -536,6 +536,6 @@ class Trainer:
         return all_gather_json(row, self.groups.world.handle, self.device)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Returns name → full tensor on the CPU of rank 0, and {} on other ranks; collective."""
+        """Returns the full tensors by name on rank 0's CPU, and {} on other ranks; collective."""
         self.data_parallel.wait_for_all_gathers()
         return gather_parameters(self.parameters.values(), self.groups)

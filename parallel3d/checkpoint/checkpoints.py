@@ -402,7 +402,7 @@ class Checkpoints:
         )
         save = Save(step, self.number, state, facts, parameter_count(model), states, frozen)
         self.step_in_flight = self.saved_step = step
-        # After the last step the values no longer change, so no copy of them is needed.
+        # After the last step, the values no longer change, so no copy of them is needed.
         copies = step < self.length.last_step
         self.saver.start(save, background=not wait, copies=copies)
         return self._settle(wait=True) if wait else True

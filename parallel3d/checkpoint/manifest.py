@@ -161,7 +161,7 @@ def step_folder(step: int) -> str:
 
 
 def entries(run_dir: Path) -> list[Path]:
-    """Returns the paths in a run's folder of checkpoints, or [] if there is no such folder.
+    """Returns the paths in a run's checkpoint folder, or [] if there is no such folder.
 
     Raises OSError.
     """
@@ -309,9 +309,9 @@ def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | 
 
     The call is collective over the ranks of `share`.
 
-    An error of the system on some rank (a failing file system, a node without the mount, or stale
-    folder entries) does not prove that the checkpoint is damaged. All ranks then raise the same
-    error and change nothing.
+    A system error on some rank (a failing file system, a node without the mount, or stale folder
+    entries) does not prove that the checkpoint is damaged. All ranks then raise the same error and
+    change nothing.
 
     Returns (this rank's result, None). If the checkpoint is damaged, returns (None, the reason) on
     all ranks.

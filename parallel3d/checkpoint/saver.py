@@ -291,7 +291,7 @@ def write_part(unfinished: Path, rank: int, state: State) -> FileDigest | None:
 
 
 def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> Path:
-    """Makes the checkpoint from the ranks' files, and returns its folder.
+    """Assembles the checkpoint from the ranks' files, and returns its folder.
 
     An existing checkpoint of the same step is kept instead. Raises OSError.
 
@@ -545,8 +545,7 @@ class Saver:
         """Waits for the parts of all ranks, and completes the checkpoint or removes the parts."""
         try:
             parts = [mine, *self._parts_of_others(save)]
-            # Another start is checked for before failed parts, because it may have caused the
-            # failures.
+            # The lease is checked first, because another start may have caused failures of parts.
             if self.lease is not None and (other := self.lease.lost_to()) is not None:
                 return SaveResult(other, is_overtaken=True)
             bad = [part for part in parts if part.problem is not None]
@@ -557,9 +556,9 @@ class Saver:
         return dataclasses.replace(outcome, notes=(*outcome.notes, *left))
 
     def _complete(self, save: Save, parts: list[SaveResult]) -> SaveResult:
-        """Makes the checkpoint from all parts.
+        """Assembles the checkpoint from all parts.
 
-        Raises OSError if the disk refuses, and RuntimeError if elements are missing or surplus.
+        Raises OSError if writing fails, and RuntimeError if elements are missing or surplus.
         """
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
         if not is_complete(totals, save.elements, save.states, save.frozen):

@@ -51,7 +51,7 @@ _LENGTH = 8  # bytes of the field with the header's length
 # Bytes, including the field with the length; enough for a quarter of a million chunks.
 _LARGEST_HEADER = 64 << 20
 _MOST = 1 << 60  # maximum number of elements of a tensor
-# Bytes that are hashed and then written together, while they are still in the processor's cache.
+# Number of bytes that are hashed and then written while still in the processor's cache.
 _BLOCK = 4 << 20
 _NAMES = {
     torch.float64: "F64",

@@ -36,7 +36,7 @@ class Queued(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Flight record of one rank: its operations in the order of queueing, and its groups' ranks."""
+    """Flight record of one rank: its operations in queue order, and its groups' ranks."""
 
     queue: tuple[Queued, ...]
     ranks: dict[str, tuple[int, ...]]
@@ -134,7 +134,7 @@ Kind = Literal["dead", "shape", "missing", "unknown"]
 
 @dataclass(frozen=True)
 class RankState:
-    """Activity of one rank when it was asked.
+    """Activity of one rank at the moment when its state was requested.
 
     Attributes:
         who: name of the rank, such as "rank 3 (pp 0, dp 1, tp 1) on host".
@@ -328,7 +328,7 @@ def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | No
         late = [member for member in members if not _reached(member, state)]
         if not late:
             return None
-        # A rank that waits for nobody is a better suspect than one that waits itself.
+        # A rank that waits for nobody is a better suspect than one that waits.
         path.append(min(late, key=lambda s: s.is_waiting))
     before, state = path[-2:]
     if state.stuck is not None:

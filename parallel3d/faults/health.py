@@ -172,7 +172,7 @@ def _bad_gradients(trainer: Trainer) -> Iterator[str]:
 def first_bad_gradient(trainer: Trainer) -> str:
     """Returns a clause about the model's first gradient that is not finite.
 
-    All ranks must call it.
+    The call is collective over the world.
     """
     groups, order = trainer.groups, list(trainer.parameters)
     bad = sorted({order.index(name) for name in _bad_gradients(trainer)})

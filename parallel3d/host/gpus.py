@@ -467,7 +467,7 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 def boot_id() -> str:
-    """Returns an identifier of this boot of this host."""
+    """Returns an identifier of the host's current boot."""
     return "".join(_lines(ROOT / "proc/sys/kernel/random/boot_id"))
 
 

@@ -73,7 +73,7 @@ def _machine(root: Path, name: str) -> float:
 
 
 def _limits(root: Path) -> Iterator[tuple[float, float]]:
-    """Yields (limit, bytes in use that cannot be dropped) of this process's groups with a limit.
+    """Yields (limit, bytes in use that cannot be dropped) for each of the process's limited groups.
 
     memory.high counts as a limit, because above it the kernel slows a group down to a near
     standstill.
@@ -84,8 +84,7 @@ def _limits(root: Path) -> Iterator[tuple[float, float]]:
             used = _number(folder / "memory.current") or 0
             yield min(known), used - _droppable(folder, "")
     for folder in _groups("memory", 1, root):
-        # Without a limit, the file contains the largest number of bytes in whole pages, far above
-        # any machine's memory.
+        # Without a limit, the file contains a number far above any machine's memory.
         limit = _number(folder / "memory.limit_in_bytes")
         # hierarchical_memory_limit includes the limits of parent groups that are not mounted here.
         of_all = _statistics(folder).get("hierarchical_memory_limit")

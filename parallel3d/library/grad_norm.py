@@ -1,4 +1,4 @@
-"""Clips and sums the gradients of a model that is split over ranks; compares its replicas."""
+"""Clips and sums the gradients of a model that is split over ranks, and compares its replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
 SAME = 1e-3  # maximum relative difference at which copies of a gradient count as equal
-NOISE = 1e-5  # share of the whole norm below which copies may differ, as rounding noise does
+NOISE = 1e-5  # differences below this share of the whole norm count as rounding noise
 
 
 @torch.no_grad()
@@ -188,8 +188,8 @@ class _Norm:
     """Computes a norm over all ranks from partial values in float64: sums of |g|^p, or maxima.
 
     Attributes:
-        wrong: two numbers: the largest value of copies that differ, or 0 if none differ; and 1 if
-            gradients are copies over one of the user's groups, else 0.
+        wrong: the largest value of copies that differ (0 if none differ), and 1 if gradients are
+            copies over one of the user's groups, else 0.
     """
 
     def __init__(self, norm_type: float, device: torch.device) -> None:
@@ -297,8 +297,8 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     A module needs this if its parameters are replicated, but its input contains only this rank's
     features. An example is a norm of queries and keys between a `ColumnParallelLinear` and a
     `RowParallelLinear`: without the sum, each rank has only the gradient from its own heads. A
-    gradient is summed once per backward, before anything else reads it, such as
-    `DistributedDataParallel`.
+    gradient is summed once per backward, before anything else, such as `DistributedDataParallel`,
+    reads it.
 
     Call it once, before the first backward. Backwards are then collective over `group`, where None
     stands for all ranks.

@@ -49,9 +49,9 @@ class Pipeline(nn.Module):
             samples. If it is None, the last module returns the loss.
         weight: function of a micro-batch's targets that returns the number by which loss_fn divides
             its sum, for a loss_fn that ignores some targets: `lambda targets: (targets !=
-            -100).sum()`. The loss is then the mean over all targets of the batch that count, and
-            the gradients are those of the mean over all replicas. If it is None, all micro-batches
-            have the same weight.
+            -100).sum()`. The loss is then the mean over all counted targets of the batch, and the
+            gradients are those of the mean over all replicas. If it is None, all micro-batches have
+            the same weight.
         schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
         num_microbatches: number of micro-batches in a batch.
         vpp: number of stages of each rank; None stands for 2 if the schedule needs several, else 1.
@@ -482,7 +482,7 @@ def stages_of(
 
 
 def even_split(count: int, assignment: StageAssignment) -> list[int]:
-    """Returns the number of modules in each stage: equal, with the remainder near the middle."""
+    """Splits `count` modules evenly into stages; the remainder goes to those near the middle."""
     stages, middle = range(assignment.stages), assignment.stages - 1
     ranks = [rank for rank, _ in assignment.places]
     counts, held = [1] * assignment.stages, [assignment.chunks] * assignment.ranks

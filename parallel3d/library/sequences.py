@@ -91,7 +91,7 @@ class SplitSequences:
         Both are created once for each style.
         """
         if style not in self._by_style:
-            # The ring style needs different tables of the documents from the other styles.
+            # The ring style needs other document tables than the other styles do.
             split = SequenceSplit(
                 *(self.length, self._split.size, self._split.index),
                 balanced=self._split.balanced,

@@ -30,11 +30,11 @@ def sharded_state_dict(net: nn.Module) -> dict[str, Any]:
 def full_state_dict(net: nn.Module) -> dict[str, Any]:
     """Returns the whole model's state dict on rank 0, in CPU memory, and an empty dict elsewhere.
 
-    It equals the state dict of the same model made of PyTorch's layers, and `load_state_dict`
+    It equals the state dict of the same model built from PyTorch's layers, and `load_state_dict`
     accepts it under any split. Each device holds only one whole tensor at a time. The call is
     collective over the world.
 
-    Raises UserError, on every rank, if a state on another stage than rank 0's is not a tensor, or
+    Raises UserError, on every rank, if a state on a stage other than rank 0's is not a tensor, or
     if the module contains a `Pipeline` but is not one itself.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0

@@ -376,7 +376,7 @@ def _chosen(folder: Path, step: int | None) -> Path | None:
 # The state to load.
 
 
-Moments = dict[nn.Parameter, dict[str, Any]]  # optimizer states of the parameter's shape, by kind
+Moments = dict[nn.Parameter, dict[str, Any]]  # optimizer states with the parameter's shape, by kind
 
 
 def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:

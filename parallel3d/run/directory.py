@@ -114,8 +114,8 @@ def last_config(directory: Path) -> Config:
 def _last_first(directory: Path) -> list[Path]:
     """Returns the paths of a run's configurations, in the order in which to try them.
 
-    The configuration of the last start that reached a step comes first, then the others, the newest
-    before the older ones.
+    The configuration of the last start that reached a step comes first, then the others, newest
+    first.
     """
     begun = config_of_last_start(directory)
     return sorted(config_files(directory)[::-1], key=lambda path: path.name != begun)

@@ -227,7 +227,7 @@ def write_record(failure: RankFailure, details: str, run_dir: Path) -> None:
 
 
 def write_elastic_file(failure: RankFailure, details: str, environ: Mapping[str, str]) -> None:
-    """Writes the error file that torchrun asks for, so that its summary shows our sentence."""
+    """Writes torchrun's error file, so that torchrun's summary shows our sentence."""
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"{failure.sentence()}\n{details}", "timestamp": int(failure.time)}
         message = {"message": failure.sentence(), "extraInfo": extra}
@@ -257,7 +257,7 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
-    if failure.kind in ("hang", "decided"):  # ended all ranks, so it caused the other failures
+    if failure.kind in ("hang", "decided"):  # these end all ranks, so they caused the others
         return -1, failure.time
     if failure.kind == "killed":
         # The time is when the launcher noticed the death, so an error recorded at the same moment
@@ -272,7 +272,7 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
 
 
 def has_steps(app: str, train: TrainConfig) -> bool:
-    """Returns whether a signal stops this run at the end of a step, as it does if the run trains.
+    """Returns whether a signal stops this run at the end of a step, which holds if the run trains.
 
     A signal ends any other run at once.
     """

@@ -815,7 +815,7 @@ def _lines(name: str, path: str, read: Read) -> int:
 
 
 def _entries(name: str, text: str) -> int:
-    """Counts the hosts in a JSON list, or in {"cluster": lists by role}; 0 for other JSON.
+    """Counts the hosts in a JSON list, or in {"cluster": lists by role}; returns 0 for other JSON.
 
     Raises UserError for other text.
     """

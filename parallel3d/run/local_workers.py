@@ -56,7 +56,7 @@ class Restarts:
 
     A restart needs a checkpoint and a failure that may not recur. User errors, decisions of the
     run, and an error that has already occurred in the same step rule out a restart. The death of a
-    rank by a signal always allows one, as the signal comes from outside.
+    rank by a signal always allows a restart, as the signal comes from outside.
 
     Attributes:
         limit: maximum number of restarts.
@@ -98,7 +98,7 @@ class Restarts:
 
 # Processes of the ranks
 
-# Seconds after END_SIGNAL until ranks that have not ended (a stopped rank never does) are killed.
+# Seconds between END_SIGNAL and the kill of ranks that have not ended, such as stopped ones.
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # waiting ranks check once a second whether their peers are alive
 POLL_S = 0.1
@@ -251,7 +251,7 @@ DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 
 
 def listen_here(port: int) -> socket.socket:
-    """Returns a socket that listens on the rendezvous port. Raises UserError if that is taken."""
+    """Returns a socket that listens on the rendezvous port. Raises UserError if it is taken."""
     try:
         listening = listen_at(LOCALHOST, port)
     except OSError as error:

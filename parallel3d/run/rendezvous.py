@@ -172,7 +172,7 @@ def assign_rank(
 def find_cluster(
     settings: ClusterConfig, processes: list[Process], environ: Mapping[str, str]
 ) -> Cluster:
-    """Returns the configured or discovered cluster; a default number of nodes fits the ranks."""
+    """Returns the configured or discovered cluster, by default with enough nodes for the ranks."""
     if settings.source == "config" and settings.nodes is None:
         hosts = len({process.host for process in processes})
         nodes = max(hosts, -(-len(processes) // (settings.gpus_per_node or len(processes))))
@@ -357,9 +357,9 @@ def agree_on_run(
     """Creates or continues the run directory on rank 0; the other ranks receive its name.
 
     Sets `worker.run_dir`, and sets `worker.device` to a device of type `kind`, which this host has
-    chosen. A UserError of rank 0 is raised on every rank, on the other ranks as a RankZerosError. A
-    rank whose configuration differs from rank 0's raises a RankZerosError here; rank 0 and the
-    others raise it in `assign_rank`.
+    chosen. A UserError of rank 0 is raised on every rank; on the other ranks, it is a
+    RankZerosError. A rank whose configuration differs from rank 0's raises a RankZerosError here;
+    rank 0 and the others raise it in `assign_rank`.
     """
 
     def decide() -> dict[str, Any]:

@@ -355,7 +355,7 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         value = keys.get(theirs, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
     most = ModelConfig.__dataclass_fields__["num_layers"].metadata["maximum"]
-    if found["num_layers"] > most:  # before any list with an entry per layer is built
+    if found["num_layers"] > most:  # checked before building lists with an entry per layer
         raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
     keys.finish(HARMLESS | {TYPE, *family.harmless.split()})

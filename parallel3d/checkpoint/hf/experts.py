@@ -1,7 +1,7 @@
 """Maps the experts of Hugging Face models to ours: module names and keys of config.json.
 
-In both formats each expert has its own tensors on the disk. This module neither imports torch nor
-opens files.
+On disk, each expert has its own tensors in transformers' format and in ours. This module neither
+imports torch nor opens files.
 """
 
 from __future__ import annotations

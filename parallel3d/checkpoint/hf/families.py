@@ -100,7 +100,7 @@ class Windows:
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether layer_types may give each layer a window or none."""
+        """Returns whether layer_types may assign a window to individual layers."""
         return self.rule != "all"
 
 
@@ -112,7 +112,7 @@ class Scale:
         ours: our key.
         theirs: transformers' key.
         usual: default of transformers' key, or None if the scale is off by default.
-        power: our value is transformers' value to this power.
+        power: exponent that turns transformers' value into ours.
         is_whole: whether the value of transformers' key is a whole number.
         may_be_off: whether the value of transformers' key may be null, which means off.
     """
@@ -143,7 +143,7 @@ GLM_NORMS = {
     "post_attention_layernorm": "mlp_norm",
     "post_mlp_layernorm": "mlp_output_norm",
 }
-# transformers' module → the modules of ours that it joins, in their order along dimension 0.
+# transformers' module → our modules that it joins, in their order along dimension 0.
 _JOINED_QKV = {"self_attn.qkv_proj": "attention.q attention.k attention.v"}
 _JOINED_MLP = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
 SCALINGS = ("default", "llama3", "linear", "yarn", "longrope")

@@ -92,7 +92,7 @@ def export_hf(
 
     Args:
         read: returns the full, unpadded tensors for names of our tensors; called once per file.
-        folder: created here, and must be empty if it exists. It appears complete or not at all.
+        folder: the new folder, which must be empty or missing. It appears complete or not at all.
         dtype: dtype of the weights in the files, a key of `COMPUTE`.
         end_of_text: token that separates documents, or None if it is unknown.
         begin_of_text: token that begins a prompt; None stands for `end_of_text`.
@@ -100,8 +100,8 @@ def export_hf(
             all tokens at which generation stops. Without it, the value is exported unchanged.
         kept: `kept_keys` of the config.json from which the model was imported, or None if it was
             not imported.
-        beside: additional files, file name → content, such as a tokenizer's. They override files
-            that are written here.
+        beside: additional files, file name → content, such as a tokenizer's. They override files of
+            the same name.
         others: the folder that `keep_rest` wrote, if the model is the text part of a vision model;
             otherwise None.
         shard_bytes: size at which a new file of weights is started.
@@ -289,7 +289,7 @@ def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
 
 
 def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
-    """Copies all parts of a vision model but the text model into the new folder `to`.
+    """Copies all parts of a vision model except its text model into the new folder `to`.
 
     See `keep_others`. Does nothing for other models. Raises UserError if a file cannot be read or
     written.
@@ -392,7 +392,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
-    """Raises UserError if a file might make transformers use other weights than parallel3d."""
+    """Raises UserError if a file might make transformers use weights other than parallel3d's."""
     if (folder / ADAPTER).exists():
         raise UserError(
             f"from={folder} holds {ADAPTER}, and the model's results depend on whether the "
@@ -494,10 +494,9 @@ def _match(
 
 
 def _check_prefixes(folder: Path, keys: Mapping[str, str]) -> None:
-    """Raises UserError if only some of the experts' names have the prefix.
+    """Raises UserError if some experts' names have the full model's prefix and others lack it.
 
-    transformers would then join the experts with and without the prefix separately, and read
-    another model.
+    transformers would then join the two sets of experts separately, and read a different model.
     """
     experts = [(name, key) for name, key in keys.items() if EXPERT in name]
     if len({name == key for name, key in experts}) > 1:

@@ -46,7 +46,7 @@ _GPT2 = (
     },
     {"transformer.ln_f": "final_norm"},
 )
-# Old and new prefix of the text model's tensors in a folder of a vision model.
+# Old and new prefixes of the text model's tensors in a vision model's folder.
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 TEXT_HEADS = (f"language_model.{HEAD}", HEAD)
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")

@@ -8,7 +8,7 @@ from typing import Any
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError
 
-SHOWN = 100  # maximum number of characters that a message shows of a refused value
+SHOWN = 100  # maximum number of characters of a refused value in a message
 WORDS = {
     int: "a whole number",
     float: "a number",

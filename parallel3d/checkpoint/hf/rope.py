@@ -167,8 +167,8 @@ def _original(keys: Keys, rope: Keys, family: Family, positions: int) -> int:
 def _factor(rope: Keys, kind: str, positions: int | None = None, original: int = 1) -> float:
     """Returns the scaling factor.
 
-    If config.json has none, it is `positions` / `original`; without `positions`, UserError is
-    raised.
+    If config.json has none, the factor is `positions` / `original`. Without `positions`, a missing
+    factor raises UserError.
     """
     if positions is None:
         if not rope.has("factor"):
