@@ -300,7 +300,7 @@ class GroupMaker:
     def group(self, kind: str, all_ranks: Ranks) -> Group:
         """Returns this rank's group of a kind.
 
-        `all_ranks`: the ranks of every group of this kind, which is the same list on all ranks.
+        `all_ranks`: the ranks of each group of this kind; the list is the same on all ranks.
         """
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])

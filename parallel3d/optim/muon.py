@@ -246,7 +246,7 @@ class Muon:
 
 
 class MuonByKind:
-    """Makes updates orthogonal by one `Muon` for experts and one for all other matrices.
+    """Makes updates orthogonal with one `Muon` for experts and one for all other matrices.
 
     The two kinds of matrices are sharded over different ranks.
 

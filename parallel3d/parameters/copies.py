@@ -32,7 +32,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class CopyGroups:
-    """This rank's groups over which a parameter, or the part of it that a rank steps, has copies.
+    """This rank's groups whose ranks hold copies of a parameter, or of the part that a rank steps.
 
     Attributes:
         data: the ranks over which the gradients of a parameter are summed; for a part that a rank
