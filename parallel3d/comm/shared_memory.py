@@ -103,7 +103,7 @@ class SharedMemory:
         self.libc.sem_post(self.semaphores[kind, self.index, peer])
 
     def wait(self, peer: int, kind: int = 0) -> None:
-        """Waits for a signal from `peer`; raises ConnectionError if it has ended, or TimeoutError."""
+        """Waits for a signal from `peer`; raises ConnectionError if it ended, or TimeoutError."""
         semaphore = self.semaphores[kind, peer, self.index]
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
