@@ -56,7 +56,7 @@ def check_groups(launch: LaunchConfig, cluster: ClusterConfig) -> None:
 def check_given(layout: str, ranks: int | None) -> None:
     """Raises UserError for layout=auto, and for launch.ranks without it.
 
-    `parallel3d train` replaces layout=auto by the planner's layout before this check.
+    `parallel3d train` replaces layout=auto with the planner's layout before this check.
     """
     if layout != "given":
         raise UserError(

@@ -1,7 +1,7 @@
 """Counts the micro-batches in flight on a rank of a pipeline, before each action of its order.
 
-The bytes of activations are a matrix product with the counts. So one walk through a schedule serves
-every model, micro-batch size and form of recomputation in a search.
+The memory of activations is a matrix product of these counts and the bytes per micro-batch, so one
+walk through a schedule serves every model, micro-batch size and form of recomputation in a search.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Widths(NamedTuple):
     key_heads: Number
     ffn: Number
     gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
-    # number of ranks that divide the residual stream: tp under sequence parallelism, else 1
+    # number of ranks over which the residual stream is split: tp with sequence parallelism, else 1
     share: Number = 1
     norm: NormCost = NORMS["rmsnorm"]
     norm_before: Number = 1  # norms of the inputs of attention and MLP
@@ -405,7 +405,7 @@ def _experts(
     Each token is on one tensor-parallel rank. The norm is recomputed only together with the
     experts. A recomputation ends with the last operation that keeps something.
     """
-    own = 1 / w.share  # a rank's own tokens
+    own = 1 / w.share  # share of the tokens that are the rank's own
     read, rows = own * x.received, own * x.chosen * x.load
     h, up = w.hidden, x.ffn * (1 + w.gated)
     mlp = ("mlp", "layer")
@@ -465,8 +465,8 @@ def _experts(
             matrices=x.here,
             calls=calls,
             inside=rows * h,
-            # The backward needs most memory either when it has the gradients of the activations or
-            # when it sums the gradients of the rows.
+            # The backward needs the most memory either when it has the gradients of the activations
+            # or when it sums the gradients of the rows.
             inside_backward=inner
             + read * h
             + np.maximum(2 * active + 5 * active * alone, read * h),

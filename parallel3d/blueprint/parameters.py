@@ -207,7 +207,7 @@ def first_trained(model: ModelConfig, frozen: Collection[str]) -> int:
 
 
 def trained_shares(model: ModelConfig, optim: OptimConfig) -> TrainedShares:
-    """Returns the shares of the model that a run with these keys trains."""
+    """Returns which shares of the model a run trains, given `optim.freeze`."""
     frozen = frozen_parameters(model, optim)
     if not frozen:
         return ALL_TRAINED

@@ -72,7 +72,7 @@ class PipelineRank:
         self.first = any(stage.first for stage in self.stages)
         self.last = any(stage.last for stage in self.stages)
         self.sp = blueprint.sequence_parallel
-        self.on_accelerator = blueprint.device != "cpu"  # device=auto is planned for GPUs
+        self.on_accelerator = blueprint.device != "cpu"  # device=auto counts as a GPU
         self.sends_slices = blueprint.sends_slices(self.on_accelerator)
         has_experts = any(of.kind.experts for of in self.kinds)
         copies = max(self.replicas, self.layout.edp if has_experts else 1)
@@ -151,8 +151,8 @@ class PipelineRank:
     def gradients(self, layer: int) -> Gradients:
         """Returns the gradients of a layer.
 
-        Its operations run one after another, except that the router, the experts and the shared
-        expert all read the result of the norm before them.
+        The layer's operations run one after another, except that the router, the experts and the
+        shared expert all read the result of the norm before them.
         """
         held = {p.name: p.frozen for p in self.parameters if _layer_of(p) == layer}
         reached = normed = self.blueprint.first_trained < layer

@@ -1,4 +1,4 @@
-"""Divides layers among pipeline stages, by cost or as `schedule.layers_per_stage` says."""
+"""Divides layers among pipeline stages, balanced by cost or as configured."""
 
 from __future__ import annotations
 

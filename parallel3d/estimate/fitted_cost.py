@@ -94,7 +94,7 @@ OWN_RATES = {
 
 
 def load_own(card: str) -> Constants:
-    """Reads the fitted constants, some of which `OWN_RATES` replaces if it has the GPU `card`."""
+    """Reads the fitted constants, overridden by those in `OWN_RATES` for the GPU `card`."""
     return Constants({**load().values, **OWN_RATES.get(card, {})})
 
 
@@ -491,7 +491,7 @@ def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
     return np.where(work.flash > 0, flash, plain) + gap
 
 
-# Up to this many ranks, the latency is that of a ring; for larger groups, that of a tree is added.
+# All-gathers over up to this many ranks have the latency of a ring; larger groups add a tree's.
 _RING = 32
 
 

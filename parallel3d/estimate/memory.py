@@ -324,7 +324,7 @@ class LayerBytes:
         return max(self._backward(defers=True))
 
     def _operands(self, op: Op) -> float:
-        """Returns the bytes of a GEMM's saved input and of its result's gradient, else 0."""
+        """Returns the bytes of a GEMM's saved input and its result's gradient; 0 for other ops."""
         row = self.rank.tokens * self.rank.item
         if op.kind != "gemm":
             return 0.0
@@ -516,7 +516,7 @@ class _Moments:
         return near * max(_moved(self.rank, stage.backward, self.layers), default=0.0)
 
     def _deferred(self, stage: StageBlueprint) -> float:
-        """Returns the bytes that the weight gradients of a stage keep from I to W."""
+        """Returns the bytes that a stage keeps from I to W for its weight gradients."""
         kinds = self.rank.kinds_of(stage.backward)
         return sum(each.layers * self.layers[each.kind].deferred for each in kinds)
 

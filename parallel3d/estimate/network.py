@@ -44,7 +44,7 @@ from parallel3d.blueprint.collectives import OPERATIONS, Transfer, bus_factor
 from parallel3d.blueprint.groups import Matrix, levels, members, tiled
 from parallel3d.blueprint.rank_mapping import RankMapping
 
-OPEN_CHAINS = ("pp", "embedding")  # the last rank only sends to the first in pipeline loops
+OPEN_CHAINS = ("pp", "embedding")  # the last rank sends to the first only in looped pipelines
 ALGORITHMS = ("ring", "tree", "hierarchical")
 PAIRS = "pairs"  # the algorithm of an all-to-all of experts
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -361,7 +361,7 @@ def flows_of(dim: str, cluster: Cluster, groups: Matrix, loops: int = 1) -> DimF
     pairs = Exchange.of(cluster, groups) if dim == "ep" else None
     if order is None:
         return DimFlows(_ring(cluster, groups, 1), pairs=pairs)
-    placed = tiled(groups, order)  # a row is a domain
+    placed = tiled(groups, order)  # each row is a domain
     inside, between = (_ring(cluster, placed, axis) for axis in (2, 1))
     return DimFlows(_ring(cluster, groups, 1), order.shape[2], inside, between, pairs)
 
@@ -511,7 +511,7 @@ def price_step(
         flat, pairs = flows.ring.slowest(), None
         if flows.pairs is not None:
             pairs = flows.pairs.slowest()
-            flat = None if pairs is None else flat  # the group has no wire if a pair has none
+            flat = None if pairs is None else flat  # a single pair without a wire rules out rings
         paths = Paths(groups.shape[1], flat, flows.inner, between, pairs)
         price = price_dim(dim, transfers, paths, cluster, algorithms)
         for used, nbytes in flows.sent(price):

@@ -392,7 +392,7 @@ def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, token
     with more rows. The change was measured relative to a block with tp=1, so it is scaled by the
     seconds of such a block with one tensor-parallel rank's share of the tokens.
     """
-    own = tokens / config.tp  # sequence parallelism divides the tokens
+    own = tokens / config.tp  # sequence parallelism splits the tokens
     if config.ep == 1:
         return np.zeros(len(WAYS))
     return np.array(
@@ -611,7 +611,7 @@ def price_measured(
         if memory[i] <= most:
             times[i] = step_time(checked, machine, load)
             enough.add(same)
-    if refused and not np.isfinite(memory).any():  # the reason does not depend on the layout
+    if refused and not np.isfinite(memory).any():  # every layout was refused
         raise refused
     names = StepTime.__dataclass_fields__
     time = StepTime(*(np.array([getattr(one, name) for one in times]) for name in names))

@@ -73,7 +73,7 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
     columns_again, rows_again = split_counts(ops.repeated)
     if rank.blueprint.layer.gather_qk:
         model, tp = rank.blueprint.model, rank.layout.tp
-        # These are the heads of q and k, including copies of shared key-value heads.
+        # Number of heads of q and k, including copies of shared key-value heads
         heads = model.num_attention_heads + max(model.kv_heads, tp)
         every = rank.tokens * heads * model.head_size * rank.item
         twice = recomputed * any(op.name == "attention.qkv" for op in ops.repeated)

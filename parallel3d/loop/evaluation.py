@@ -46,7 +46,7 @@ def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
 
 @dataclass
 class Evaluation(Hook):
-    """Evaluates when an evaluation is due; validation sets also before the first step of a run.
+    """Evaluates when an evaluation is due, and validation sets also before a run's first step.
 
     `data_check` checks that the files are unchanged before a loss is recorded.
     """

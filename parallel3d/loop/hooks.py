@@ -15,7 +15,7 @@ from parallel3d.trainer import StepResult, Trainer
 
 @dataclass(frozen=True)
 class Run:
-    """The objects with which one rank runs its steps.
+    """Holds the objects that one rank needs to run its steps.
 
     Attributes:
         recorder: the writer of metrics on rank 0; None on other ranks.

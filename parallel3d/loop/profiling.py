@@ -105,7 +105,7 @@ class StepProfiler(Hook):
         if NSYS in os.environ and hasattr(self._api, "profiler"):
             self._api.profiler.start()
         else:
-            if self._api is None:  # not on a GPU, where the profiler's errors matter
+            if self._api is None:  # on a GPU, the profiler's errors matter and are printed
                 os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             names = ("CPU", device.type.upper())
             kinds = [kind for kind in supported_activities() if kind.name in names]
@@ -176,7 +176,7 @@ def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Ite
 
 
 def _hooks(module: nn.Module, name: str, ranges: Ranges) -> Iterator[Any]:
-    # Recomputation leaves forwards by an exception, so `end` needs `always_call`.
+    # Recomputation exits forwards with an exception, so `end` needs `always_call`.
     def begin(module: nn.Module, args: Any) -> None:
         ranges.push(name)
 

@@ -157,7 +157,7 @@ class _Picture:
         for (rail, x), end in lines.items():
             colour, y = PALETTE[rail % 8][0], bars + rail * LEAF + BAR
             self.canvas.line(x, y, x, end, colour, 2, cls="rail", unit=unit, rail=rail)
-        for rail in sorted({rail for rail, _ in lines}):  # drawn over the lines of the rails above
+        for rail in sorted({rail for rail, _ in lines}):  # drawn last, on top of the lines
             self.leaf(unit, rail, bars + rail * LEAF)
         return first + len(nodes) * ROW
 

@@ -98,9 +98,9 @@ ARBITRARY = "arbitrary"
 def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> str:
     """Returns the node on which rank 0 of an srun step runs. Raises UserError if it is unknown.
 
-    Rank 0 runs on the first of the step's sorted nodes, unless the user gave srun the places of the
-    tasks (`-m arbitrary`, SLURM_HOSTFILE), or the step joins components of a job, in which case the
-    first component counts. `read` returns the text of a file, or raises OSError.
+    Rank 0 runs on the first of the step's sorted nodes. With `-m arbitrary`, it runs on the first
+    node in SLURM_HOSTFILE, and in a heterogeneous job, on a node of the first component. `read`
+    returns the text of a file, or raises OSError.
     """
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not listed:
@@ -204,7 +204,7 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
                 if groups.setdefault(node, name) != name:
                     kind = "leaf switches" if switch else "blocks"
                     raise UserError(f"{where}: {node} is in two {kind}, {groups[node]} and {name}.")
-        # A line with a level is valid: scontrol prints it for a leaf that waits for nodes.
+        # A line with a level is valid: scontrol prints it for a leaf switch without nodes yet.
         elif switch and "level" not in fields:
             raise UserError(
                 f"{where}: switch {name} has neither Nodes nor Switches; the text may be cut off"
@@ -278,7 +278,7 @@ def slurm_cluster(
     run: Run,
     addresses: Mapping[str, tuple[str, str]] | None = None,
 ) -> Cluster:
-    """Returns the cluster of the job with this environment.
+    """Returns the cluster of the Slurm job that `environ` describes.
 
     Args:
         config: gives the speeds, `rails` and `topology_file`. It also gives `domain_gpus` if Slurm
@@ -360,8 +360,8 @@ def _in_users_step(environ: Mapping[str, str]) -> bool:
 def _gpus_on_node(environ: Mapping[str, str]) -> int:
     """Returns the number of GPUs per node of a job with one task per node.
 
-    If no variable gives the number, it is 1 in a step of srun. Elsewhere, UserError is raised,
-    because assuming one GPU would describe another machine.
+    If no variable gives the number, it is 1 in a step of srun. Otherwise, UserError is raised,
+    because assuming one GPU could describe a different machine.
     """
     local = environ.get("LOCAL_WORLD_SIZE")  # set by torchrun, if the task started it
     for name, text, count in (
