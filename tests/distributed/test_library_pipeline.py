@@ -227,7 +227,7 @@ STEPS = (  # misbehaviour of stage 1, inputs, targets, the ranks that raise, the
     ("", [batch_of(samples=2)] * 3 + [batch_of(samples=1)], GOOD, "micro-batch 3 of inputs has"),
     ("", [batch_of()] * 3, GOOD, "inputs is a list of 3 micro-batches, which must be num_microb"),
     ("", batch_of(), None, "targets with 0 samples must be tensors of a length that"),
-    ("shape", batch_of(5), GOOD, "stage 1 returned torch.float32[2, 3] for micro-batch 2, but must"),
+    ("shape", batch_of(5), GOOD, "stage 1 returned torch.float32[2, 3] for micro-batch 2, but"),
     ("raises", batch_of(3), GOOD, "stage 1 in the forward of micro-batch 1 raised ValueError: s"),
     ("backward", batch_of(7), GOOD, "stage 1 in the backward of micro-batch 3 raised Attribute"),
     ("", batch_of(), GOOD + 9, "stage 2 in the forward of micro-batch 0 raised IndexError: "),
