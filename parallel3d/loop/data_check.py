@@ -38,7 +38,7 @@ class DataCheck(Hook):
         """Checks the files, at most once after each step. Raises UserError if one has changed."""
         if self.checked == step:
             return
-        self.run.worker.phase = f"looking at the data after step {step}"
+        self.run.worker.phase = f"data check after step {step}"
         check_data(self.run.trainer, self.run.worker)
         self.checked = step
 

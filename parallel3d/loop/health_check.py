@@ -19,8 +19,8 @@ class HealthCheck(Hook):
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Checks the step. Raises TrainingFailure on all ranks if the run cannot continue."""
         run, before = self.run, self.health.rollbacks
-        run.worker.phase = f"looking after step {result.step}"
-        run.worker.log.boundary("looking")
+        run.worker.phase = f"health check after step {result.step}"
+        run.worker.log.boundary("health check")
         self.health.after_step(result)
         if run.recorder is not None and self.health.rollbacks > before:
             run.recorder.rolled_back(run.checkpoints.saved_step)
