@@ -402,8 +402,8 @@ def flash_gradients(
     return flash_backward(*parts, *of_sequences, 0.0, causal, state, unused, **how)
 
 
-# On other devices the scores are computed explicitly, for blocks of rows. Only a forward whose keys
-# come in a single block uses PyTorch's attention with the device's kernel.
+# In all other cases the scores are computed explicitly, for blocks of rows. Only a forward whose
+# keys come in a single block uses PyTorch's attention with the device's kernel.
 
 
 def _plain_alone(
