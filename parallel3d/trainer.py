@@ -351,7 +351,7 @@ class Trainer:
 
         def scaled(m: int) -> MicroBatch:
             batch = load(m)
-            assert batch.balance is not None  # ranks with routers always have it
+            assert batch.balance is not None  # always set on ranks with routers
             given = (batch.balance, self.loss_scale.scale, self.batch, routed)
             return batch._replace(balance=balance.scaled(*given))
 

@@ -51,7 +51,7 @@ _LENGTH = 8  # bytes of the field with the header's length
 # Bytes, including the field with the length; enough for a quarter of a million chunks.
 _LARGEST_HEADER = 64 << 20
 _MOST = 1 << 60  # maximum number of elements of a tensor
-# Number of bytes that are hashed and then written while still in the processor's cache.
+# Number of bytes that are hashed, and then written while they are still in the CPU's cache.
 _BLOCK = 4 << 20
 _NAMES = {
     torch.float64: "F64",
@@ -357,6 +357,6 @@ def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
         # The check also ensures that a header cannot demand more memory than its file has bytes.
         if shapes != {chunks[0].full_shape} or elements != math.prod(chunks[0].full_shape):
             raise DamagedCheckpoint(
-                f"{folder.name} holds {elements} elements of {name}, which are not all of it"
+                f"{folder.name} holds {elements} elements of {name}, not the whole tensor"
             )
     return manifest, dict(stored)

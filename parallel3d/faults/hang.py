@@ -336,7 +336,7 @@ def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | No
         cycle = path[path.index(state) :]
         skipped = [(b, s) for b, s in pairwise(cycle) if not _has_begun(s, b)]
         if len(skipped) != 1:
-            sentence = f"{state.who} {state.doing()} in {state.phase} and did not come to "
+            sentence = f"{state.who} {state.doing()} in {state.phase} and has not reached "
             sentence += f"{before.stuck}: {before.waits()}; their operations differ"
             return Diagnosis("missing", (state.rank, before.rank), sentence)
         before, state = skipped[0]

@@ -226,7 +226,7 @@ def _too_old(driver: ctypes.CDLL, build: Mapping[str, Any]) -> str:
 @functools.lru_cache(maxsize=4)
 def _asked_cuda(masks: tuple[tuple[str, str], ...]) -> Answer:
     driver = _driver()
-    assert driver is not None  # the caller has loaded it
+    assert driver is not None  # the caller has loaded the driver
     answer = in_subprocess(lambda: ask_cuda(driver))
     # The child of a process that has used CUDA cannot start the driver, but then asking the driver
     # in this process costs nothing.

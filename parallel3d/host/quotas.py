@@ -50,7 +50,7 @@ def _cpu_quota(root: Path) -> float:
 
 
 def memory_in_all(root: Path = ROOT) -> float:
-    """Returns the bytes of memory that this process's groups allow, at most the machine's."""
+    """Returns the bytes of memory that this process's groups allow, up to the machine's memory."""
     whole = _machine(root, "MemTotal")
     if math.isinf(whole):
         whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -260,7 +260,7 @@ class Pipeline(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
-                f"the pipeline's loss must be one number of each micro-batch, not {kind}; give a "
+                f"the pipeline's loss must be one number for each micro-batch, not {kind}; give a "
                 "loss_fn that takes the mean"
             )
         return loss.reshape(()) if share == 1 else share * loss.reshape(())
@@ -598,7 +598,7 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
         if shapes_of(part) != first:
             raise UserError(
                 f"micro-batch {number} of {what} has {shapes_of(part)}, but must have {first} as "
-                "micro-batch 0: the shapes of a pipeline are fixed"
+                "micro-batch 0 has: the shapes of a pipeline are fixed"
             )
     return parts
 

@@ -283,7 +283,7 @@ def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, 
             if shapes.setdefault(name, shape) != shape:
                 raise UserError(
                     f"save: {name} has shape {shape} on rank {rank}, but must have "
-                    f"{shapes[name]} as on another; give every rank the same model"
+                    f"{shapes[name]} as on another rank; give every rank the same model"
                 )
             chunk = Chunk(tuple(offsets), tuple(sizes))
             holders.setdefault((name, chunk), []).append(rank)
@@ -455,7 +455,7 @@ def _check_groups(
         if group_of.get(name) != index:
             raise UserError(
                 f"{path} has {name} in parameter group {group_of.get(name)}, but must have it in "
-                f"{index} as this optimizer; give the same groups"
+                f"{index} as in this optimizer; give the same groups"
             )
 
 

@@ -205,8 +205,8 @@ def detect(
         master_addr: launch.master_addr, which overrides the launcher's address of rank 0.
         master_port: launch.master_port, or 0.
         starts: number of ranks that this process would start itself; None if the subcommand runs in
-            one process. With a number and without a launcher, the function raises an error if tasks
-            or hosts that the user requested would take no part.
+            one process. Given a number, a process without a launcher must not leave out tasks or
+            hosts that the user requested.
         read: returns the text of a file; raises OSError.
 
     Raises:
@@ -610,7 +610,7 @@ def _check_address(name: str, addr: str) -> None:
     except ValueError:
         if re.fullmatch("[A-Za-z0-9_.-]{1,255}", addr) is None:
             raise UserError(
-                f"{name}={addr!r} is not the name or address of a host: it must be such as node1, "
+                f"{name}={addr!r} is not the name or address of a host: it must be one like node1, "
                 "10.0.0.1 or fd00::1, and the port belongs in MASTER_PORT or launch.master_port"
             ) from None
 

@@ -291,7 +291,7 @@ def test_impossible_input_is_refused_on_every_rank_and_the_next_step_works(pool)
     wanted = [sentence for *_, sentence in MAKES] + [
         "2.linear.weight is the same parameter as 1.linear.weight, but lies on another rank",
         "stage 0 of the pipeline must return a tensor or a tuple of them of one floating-point",
-        "the pipeline's loss must be one number of each micro-batch, not (2, 2); give a loss_fn",
+        "the pipeline's loss must be one number for each micro-batch, not (2, 2); give a loss_fn",
     ]
     for rank, (made, steps) in enumerate(results):
         for sentence, said in zip(wanted, made, strict=True):

@@ -143,7 +143,7 @@ def export_hf(
             for name, text in texts.items():
                 (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_bytes(text)
-    except (OSError, SafetensorError) as error:  # for example, the disk is full
+    except (OSError, SafetensorError) as error:  # for example, because the disk is full
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"to={folder} cannot be written: {reason}") from None
     return sorted(folder.iterdir())
@@ -254,7 +254,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     except UserError as error:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise UserError(  # for example, a size is 0 or not a number
+        raise UserError(  # for example, because a size is 0 or not a number
             f"from={folder}: {CONFIG} has impossible values ({plain(str(error))})"
         ) from None
     if wrapped:
