@@ -108,7 +108,7 @@ ALL = (
     *SUBCOMMANDS,
     *(f"{word} {verb}".strip() for word, (_, verbs) in FAMILIES.items() for verb in verbs),
 )
-# Subcommands of earlier versions → the commands that replace them in a checkout.
+# Subcommands of earlier versions → the commands that replace them in a checkout of the repository.
 MOVED = {"bench ddp": "python -m benchmarks.figures.ddp"}
 # This variable is set in jobs of a sweep that Hydra's submitit launcher runs without a terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader is gone, as in `parallel3d checkpoint ls | head`
         return _reader_gone()
-    except OSError as error:  # this process failed before its ranks, which log their own errors
+    except OSError as error:  # no rank has failed; ranks log their own errors
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""

@@ -49,8 +49,8 @@ READ_FILES = ("plan", "train")  # subcommands that take a calibrated machine as 
 def without_alias(word: str, app: str = "train") -> str:
     """Returns an override with the full name of its key.
 
-    In the subcommands `READ_FILES`, cluster=FILE stands for cluster.file=FILE. logger=[a,b] stands
-    for logger.name=[a,b].
+    In the subcommands `READ_FILES`, cluster=FILE is short for cluster.file=FILE. logger=[a,b] is
+    short for logger.name=[a,b].
     """
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")

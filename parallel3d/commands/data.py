@@ -329,7 +329,7 @@ def _tokenizer(prefix: str, given: str | None, facts: CorpusFacts | None) -> Tok
 def statistics(corpus: IndexedCorpus) -> str:
     """Returns a line on the lengths of the documents.
 
-    Its memory grows with the number of different lengths, not with the number of documents.
+    The memory that this takes grows with the number of different lengths, not of documents.
     """
     found: Counter[int] = Counter()
     for first in range(0, corpus.documents, READ):

@@ -181,7 +181,8 @@ def _as_init_from() -> Iterator[None]:
 def model_of(manifest: Manifest, where: str) -> ModelConfig:
     """Returns a checkpoint's model.
 
-    Raises UserError if this version does not know the model. Its message begins with `where`.
+    Raises UserError, with a message that begins with `where`, if this version does not know the
+    model.
     """
     try:
         model = ModelConfig(**manifest.config["model"])

@@ -287,7 +287,7 @@ class Plan:
 
 
 def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
-    """Formats a layout as overrides, without some keys at their defaults; `sp` adds sp=true."""
+    """Formats a layout as overrides, without most keys at their defaults; `sp` adds sp=true."""
     keys = ["tp", "pp", "dp", "micro_batch_size"]
     if choice.pp > 1:
         keys.append("schedule")
@@ -517,7 +517,7 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
 
 
 def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
-    """Returns a sentence if the batch size was not given and is small for so many GPUs, or else "".
+    """Returns a sentence if the batch size was not given and is small for the GPUs, or else "".
 
     The proposed batch size fills pipelines of any number of stages on these GPUs.
     """
@@ -797,7 +797,7 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
     """Returns the end of the message of `fits_nowhere` for a measured machine.
 
-    The words name the largest number of layers that fits.
+    The text names the largest number of layers that fits.
     """
     machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):

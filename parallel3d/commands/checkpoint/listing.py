@@ -150,7 +150,7 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
 
 def condition(problem: Exception) -> str:
-    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may go away."""
+    """Describes a checkpoint's problem: `damaged: …`, or `unreadable: …` if a retry may succeed."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 

@@ -196,7 +196,7 @@ class Likelihood(NamedTuple):
     greedy: bool
 
     def plus(self, other: Likelihood | None) -> Likelihood:
-        """Returns the likelihood of the tokens of both; None adds no tokens."""
+        """Returns the likelihood of both token sequences together; None adds no tokens."""
         if other is None:
             return self
         greedy = self.greedy and other.greedy
