@@ -115,7 +115,7 @@ def continued(
         try:
             check_value(key, value)
         except UserError as error:  # an older version allowed the value
-            raise UserError(f"run={config.run} had at its last start {error}") from None
+            raise UserError(f"run={config.run}, at its last start: {error}") from None
     changed = [f"{key}={show(value)}" for key, value in changes.items()]
     if not changed:
         return config, None

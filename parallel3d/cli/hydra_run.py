@@ -180,7 +180,7 @@ def _own_folder(given: str | None, config_name: str | None) -> Path | None:
     primary = folder / f"{NAME}.yaml"
     if primary.exists() and not folder.samefile(conf_dir()) and config_name in (None, NAME):
         raise UserError(
-            f"{typed}: {primary.name} in it would replace all defaults; rename it, as to "
+            f"{typed}: {primary.name} in it would replace all defaults; rename it, for example to "
             "experiment/mine.yaml, which experiment=mine takes"
         )
     return folder

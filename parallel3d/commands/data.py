@@ -386,5 +386,5 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
     if (made, corpus.documents, len(corpus)) != (facts.digest, facts.documents, facts.tokens):
         print(f"DAMAGED: its digest is {made}, but it was made with {facts.digest}")
         return DAMAGED
-    print(f"proved: every byte is as it was made (digest {made})")
+    print(f"proved: every byte is unchanged (digest {made})")
     return 0

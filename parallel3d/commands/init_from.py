@@ -275,7 +275,7 @@ def _trained_with(source: Source) -> Mapping[str, Any]:
     """
     if source.manifest is None or source.manifest.has_weights_alone:
         raise UserError(
-            f"init_optimizer=true: {source.title} has no state of an optimizer; the nearest is "
+            f"init_optimizer=true: {source.title} has no optimizer state; the nearest is "
             "init_optimizer=false, or init_from a run"
         )
     return source.manifest.config

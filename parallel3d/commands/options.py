@@ -75,8 +75,8 @@ class PlanConfig:
     )
     load: float = key(
         1.0,
-        "plan: tokens of the experts of the fullest rank of ep over the mean, by which times and "
-        "memory are calculated; 1: all ranks have equally many",
+        "plan: tokens of the experts on the fullest rank of ep, divided by the mean over ranks, "
+        "for which times and memory are calculated; 1: all ranks have equally many tokens",
         minimum=1,
     )
 
@@ -86,7 +86,7 @@ class CommandConfig(Config):
     """The keys of a run together with the options of subcommands other than `train`."""
 
     prompt: str = key(
-        "\n", "generate: the text to continue, with all its blanks", resume=FREE, once=True
+        "\n", "generate: the text to continue; its whitespace is kept", resume=FREE, once=True
     )
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)

@@ -185,7 +185,7 @@ def test_average_is_the_mean_of_the_last_weights(
     assert checkpoint(["verify", "run=mine-average"]) == 0
     assert checkpoint(["export", "run=mine-average", "to=hf"]) == 0
     config = Config(init_from="mine-average", init_optimizer=True)
-    with pytest.raises(UserError, match="step 0 of run mine-average has no state of an optimizer"):
+    with pytest.raises(UserError, match="step 0 of run mine-average has no optimizer state"):
         begun_from(config, lambda key: False)
     assert before == {path: path.read_bytes() for path in before}
     for words, sentence in {

@@ -348,7 +348,7 @@ def conclusions(
     """
     lines, pairs = [finding.sentence(where) for finding in findings], len(facts["pairs"])
     if pairs == 1:
-        lines.append("There is only one pair of ranks, so that nothing can be compared.")
+        lines.append("There is only one pair of ranks, so nothing can be compared.")
     elif not findings:
         lines.append(
             f"No rank and none of the {pairs} pairs takes more than {outlier:g} times the median."

@@ -16,7 +16,7 @@ class BenchConfig:
     RESUME: ClassVar[str] = FREE
     sizes: list[int] = key([4096, 262144, 4194304], "bytes of each message")
     iterations: int = key(5, "number of timed calls of each row; the median counts", minimum=1)
-    warmup: int = key(2, "calls before", minimum=0)
+    warmup: int = key(2, "number of untimed calls before the timed ones", minimum=0)
     budget_s: float = key(60.0, "time limit in seconds; iterations are reduced to meet it", above=0)
     outlier: float = key(
         1.5, "report pairs and ranks that are slower than the median by this factor", above=1

@@ -23,4 +23,4 @@ class CalibrateConfig:
         minimum=1,
         maximum=1024,
     )
-    passes: int = key(3, "number of measurements of each piece, in turns with others", minimum=1)
+    passes: int = key(3, "number of passes over all pieces, each of which is measured", minimum=1)

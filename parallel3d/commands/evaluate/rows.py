@@ -67,7 +67,7 @@ def take_rows(path: str) -> TakenRows:
     named = f"tasks={show(path)}"
     try:
         if file.is_dir():
-            raise UserError(f"{named} is a folder: give a file of it; {HOW}")
+            raise UserError(f"{named} is a folder: give a file in it; {HOW}")
         with open(file, "rb") as opened:
             form = judged(file.name, opened.read(HEAD), TASKS)
         check_kind(form, TASKS)

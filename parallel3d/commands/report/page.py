@@ -271,8 +271,8 @@ norms</label></fieldset><fieldset><legend>runs</legend>{controls}</fieldset></fo
 arrow keys. Dashed: a restart from a checkpoint. ✕: a value that is not a finite number.</p>
 <div class='charts' id='charts'></div></section>
 {"".join(_sections(runs, labels))}
-<footer class='muted'>A curve of more than {COLUMNS:,} steps shows means, and in pale the lowest
-and the highest values.</footer>
+<footer class='muted'>A curve of more than {COLUMNS:,} steps shows means, with the lowest and the
+highest values in a paler colour.</footer>
 <script type='application/json' id='data'>{data}</script><script>{script}</script>"""
     head = f"<meta http-equiv='Content-Security-Policy' content=\"{SHARED}\"><style>{STYLE}</style>"
     return whole_page(mark, f"Report: {title}", body, head)

@@ -277,7 +277,7 @@ def test_a_value_of_an_older_version_is_refused_unless_overridden() -> None:
     with pytest.raises(UserError) as refused:
         continued(Config(run="a"), there, given, None)
     assert str(refused.value) == (
-        "run=a had at its last start ddp.comm_hook=powersgd: powersgd is no longer a value of "
+        "run=a, at its last start: ddp.comm_hook=powersgd: powersgd is no longer a value of "
         "ddp.comm_hook; the nearest is ddp.comm_hook=bf16."
     )
     typed = with_values(Config(run="a"), {"ddp.comm_hook": "bf16"})
