@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from parallel3d.blueprint.ops import kept
-from parallel3d.estimate.fitted_cost import ENGINES, Number, StepWork, stage_parameters
+from parallel3d.estimate.fitted_cost import (
+    ENGINES,
+    Number,
+    StepWork,
+    expert_parameters,
+    stage_parameters,
+)
 
 GIB = 2.0**30
 
@@ -40,7 +46,7 @@ GUESSES: dict[str, tuple[float, float]] = {
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of the fullest GPU, of its stage's state and activations, and of the first stage's GPU.
-    `stage`: 0 is the first, 1 one between, 2 the last."""
+    `stage`: its place in `StepWork.ranks`."""
 
     total: Number
     state: Number
@@ -52,13 +58,9 @@ class MemoryEstimate:
 def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
     """Returns the peak memory of the fullest GPU. Fields may be arrays: see `StepWork`."""
     v = {name: values.get(f"memory.{name}", guess) for name, (guess, _) in GUESSES.items()}
-    state = [_state(work, v, elements, work.dp * work.cp) for elements in stage_parameters(work)]
+    states = _state(work, v, stage_parameters(work), work.dp * work.cp)
     if np.any(work.sparse):
-        layers = work.first, work.middle, work.last
-        more = [
-            _state(work, v, n * work.trained * work.expert_parameters, work.edp) for n in layers
-        ]
-        state = [sum(both) for both in zip(state, more, strict=True)]
+        states = states + _state(work, v, expert_parameters(work), work.edp)
     each = _kept(work, v)
     held = np.minimum(work.microbatches, work.pp)
     grow = np.where(work.chunks > 1, 1 + (work.pp - 1) / (work.pp * work.chunks), 1.0)
@@ -66,21 +68,19 @@ def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
     extra = _working(work, v)
     batch = np.where(work.pp > 1, work.tokens * work.hidden, 0.0)
     batch = batch * (v["stage.whole"] + v["stage.cut"] / work.tp)
+    layers = work.ranks.layers
+    middle = between * (work.layers / work.pp * each * grow + batch)
     live = [
-        held * (work.first * each * grow + batch),
-        between * (work.layers / work.pp * each * grow + batch),
-        np.where(work.pp == 1, work.first, work.last) * each * grow + batch,
+        held * (layers[0] * each * grow + batch),
+        *[middle] * (len(layers) - 2),
+        layers[-1] * each * grow + batch,
     ]
     logits = v["logits"] * work.tokens * work.vocab / work.tp
-    ends = [
-        np.where(work.pp == 1, np.maximum(logits, extra), extra),
-        extra,
-        np.maximum(logits, extra),
-    ]
-    totals = np.stack([s + a + e for s, a, e in zip(state, live, ends, strict=True)])
+    ends = np.where(work.ranks.heads > 0, np.maximum(logits, extra), extra)
+    totals = np.stack([s + a + e for s, a, e in zip(states, live, ends, strict=True)])
     worst = np.argmax(totals, axis=0)
     peaks = totals * v["slack"] + v["base_gib"] * GIB
-    state, activations = (np.choose(worst, np.broadcast_arrays(*of)) for of in (state, live))
+    state, activations = (np.choose(worst, np.broadcast_arrays(*of)) for of in (states, live))
     return MemoryEstimate(peaks.max(axis=0), state, activations, worst, peaks[0])
 
 

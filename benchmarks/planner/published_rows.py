@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import numpy as np
 
 from benchmarks.planner.published_models import gpt
 from parallel3d.device.datasheets import DEVICES
-from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, StepWork
+from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, ROW_FIELDS, SPEEDS, StepWork
+from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
+from parallel3d.schedules.orders import StageAssignment
 
 Row = dict[str, Any]
 
@@ -32,7 +34,7 @@ class Run:
     id: str
     set: str
     group: str  # rows of one group are left out of a fit together, or not at all
-    candidates: list[dict[str, float]]
+    candidates: list[Row]
     seconds: float | None = None
     memory_gib: float | None = None
     fits: bool | None = None
@@ -77,7 +79,7 @@ _DEFAULTS: dict[str, float] = {
 
 def candidate(
     device: str, type: str, fabric: str, engine: str = "megatron", split: str = "even", **over: Any
-) -> dict[str, float]:
+) -> Row:
     """Fills in all fields of `Work` from a row and from the settings that all runs of its set
     share."""
     made: dict[str, Any] = {**_DEFAULTS, **over}
@@ -95,20 +97,35 @@ def candidate(
     made["units"], made["link_rate"] = card.units, card.link_gb_s * 1e9
     made["fabric_rate"] = FABRICS[fabric] * 1e9
     made["fp8"] = float(type in ("fp8", "fp4"))
-    layers, stages = int(made["layers"]), int(made["pp"])
-    if split == "cost":
-        matrices = (2 + made["gated"]) * made["ffn"] + 4 * made["hidden"]
-        counts = split_by_cost(layers, made["vocab"] / matrices, stages)
-    else:
-        counts = split_evenly(layers, stages, ends=split == "ends")
-    made.update(first=counts[0], middle=max(counts[1:-1], default=0), last=counts[-1])
+    made["ranks"] = _ranks(made, split)
     return made
 
 
-def table(rows: list[dict[str, float]]) -> StepWork:
+def _ranks(row: Row, split: str) -> list[RankLayers]:
+    """Returns the layers of the ranks of a row's pipeline.
+
+    Layers without experts are the first ones of a model; layers with a window are spread evenly.
+    """
+    layers, stages = int(row["layers"]), int(row["pp"])
+    shares = row["sparse"], row["sliding"]
+    if 0 < row["sparse"] < 1:
+        place = StageAssignment(stages, int(row["chunks"]))
+        dense = round((1 - row["sparse"]) * layers)
+        experts = [layer >= dense for layer in range(layers)]
+        counts = split_evenly(layers, place.stages)
+        return rank_layers(counts, place, experts, [row["sliding"] == 1] * layers)
+    if split == "cost":
+        matrices = (2 + row["gated"]) * row["ffn"] + 4 * row["hidden"]
+        counts = split_by_cost(layers, row["vocab"] / matrices, stages)
+    else:
+        counts = split_evenly(layers, stages, ends=split == "ends")
+    return even_ranks(counts, *shares)
+
+
+def table(rows: list[Row]) -> StepWork:
     """Converts rows to one `StepWork` of arrays. Raises KeyError for a field that a row lacks."""
-    names = [f.name for f in fields(StepWork)]
-    return StepWork(*(np.array([row[name] for row in rows], dtype=float) for name in names))
+    columns = {name: np.array([row[name] for row in rows], dtype=float) for name in ROW_FIELDS}
+    return StepWork(**columns, ranks=table_of([row["ranks"] for row in rows]))
 
 
 def split_evenly(layers: int, stages: int, ends: bool = False) -> list[int]:

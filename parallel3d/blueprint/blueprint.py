@@ -41,7 +41,7 @@ from parallel3d.config.schema import (
 from parallel3d.config.values import parts_of
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, Schedule, assignment_of
 from parallel3d.schedules.walk import RankWork
 
 
@@ -113,7 +113,7 @@ class PipelineSettings:
         """The assignment of stages to ranks: vpp stages per rank, in loops or as a V."""
         if self.name not in NAMED_SCHEDULES:
             return self.schedule().assignment
-        return StageAssignment(self.ranks, self.chunks, "v" if self.name in V_SHAPED else "loop")
+        return assignment_of(self.name, self.ranks, self.chunks)
 
 
 @dataclass(frozen=True)

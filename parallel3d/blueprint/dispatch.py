@@ -31,6 +31,24 @@ def _share_sent(experts: float, chosen: float, ep: float) -> float:
     return 1.0 - math.comb(every - every // int(ep), k) / math.comb(every, k)
 
 
+def largest_load(experts: Any, chosen: Any, ep: Any) -> Any:
+    """Returns the largest load of a rank: all tokens of its group choose as many of its experts as
+    they can.
+
+    The load is the number of rows of the rank's experts, divided by the mean over `ep` ranks.
+    """
+    return ep * np.minimum(chosen, experts // ep) / chosen
+
+
+def load_of_tokens(load: Any, share: Any) -> Any:
+    """Returns the number of tokens that a rank with this load receives, divided by the mean.
+
+    A rank receives one copy of a token, however many of its experts the token has chosen, so it
+    never receives more than all tokens. `share`: see `share_sent`; 1 if ranks get every token.
+    """
+    return np.minimum(load, 1 / share)
+
+
 def rank_load(counts: Sequence[int], ep: int) -> float:
     """Returns the tokens of the fullest of `ep` ranks, divided by the mean over these ranks.
 

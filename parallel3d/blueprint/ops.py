@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel3d.blueprint.dispatch import ALL_TO_ALL, GATHER, chosen_way, share_sent
+from parallel3d.blueprint.dispatch import (
+    ALL_TO_ALL,
+    GATHER,
+    chosen_way,
+    largest_load,
+    load_of_tokens,
+    share_sent,
+)
 from parallel3d.config.schema import ExpertsConfig, ModelConfig
 
 Number = Any  # int, float or a numpy array
@@ -104,8 +111,8 @@ class ExpertWidths(NamedTuple):
         """Number of tokens that a rank's experts read, divided by the rank's own tokens."""
         if self.way != ALL_TO_ALL:
             return 1.0 * self.ep
-        sent = self.ep * self.share_sent
-        return sent if self.load == 1 else min(sent * self.load, 1.0 * self.ep)
+        share = self.share_sent
+        return self.ep * share * load_of_tokens(self.load, share)
 
 
 class Widths(NamedTuple):
@@ -189,12 +196,8 @@ def widths(
 
 
 def most_load(model: ModelConfig, ep: int) -> float:
-    """Returns the largest possible `ExpertWidths.load`.
-
-    It is reached if all tokens of an expert-parallel group choose experts of the same rank.
-    """
-    chosen = model.experts_per_token
-    return ep * min(chosen, model.num_experts // ep) / chosen
+    """Returns the largest possible `ExpertWidths.load` (`dispatch.largest_load`)."""
+    return float(largest_load(model.num_experts, model.experts_per_token, ep))
 
 
 def with_experts(

@@ -41,10 +41,7 @@ def balance_chunks(
             f"pp={pp} × vpp={vpp} stages are more than model.num_layers={layers}, but every stage "
             f"needs a layer: set {enough} or less."
         )
-    # The costs become whole numbers of a common unit, so that equal sums compare equal.
-    exact = [Fraction(c) for c in (cost, last_extra)]
-    scale = math.lcm(*(c.denominator for c in exact))
-    unit, last = (int(c * scale) for c in exact)
+    unit, last = _whole(cost, last_extra)
     extras = [0] * (stages - 1) + [last]
     base = dict.fromkeys(ranks, assignment.chunks * unit)
     base[ranks[-1]] += last
@@ -73,6 +70,13 @@ def balance_chunks(
     return tuple(counts)
 
 
+def _whole(*costs: float) -> list[int]:
+    """Returns the costs as whole numbers of a common unit, so that equal sums compare equal."""
+    exact = [Fraction(cost) for cost in costs]
+    scale = math.lcm(*(cost.denominator for cost in exact))
+    return [int(cost * scale) for cost in exact]
+
+
 @functools.lru_cache(maxsize=1024)
 def balance_layers(
     costs: tuple[float, ...], assignment: StageAssignment, last_extra: float = 0.0
@@ -87,17 +91,18 @@ def balance_layers(
     if len(set(costs)) == 1:
         return balance_chunks(costs[0], layers, assignment, last_extra)
     best = balance_chunks(sum(costs) / layers, layers, assignment, last_extra)
-    sums = [Fraction(0), *itertools.accumulate(map(Fraction, costs))]
+    *each, last = _whole(*costs, last_extra)
+    sums = [0, *itertools.accumulate(each)]
     ranks = [rank for rank, _ in assignment.places]
 
-    def price(counts: tuple[int, ...]) -> tuple[Fraction, Fraction]:
+    def price(counts: tuple[int, ...]) -> tuple[int, int]:
         ends = [0, *itertools.accumulate(counts)]
         stages = [sums[b] - sums[a] for a, b in itertools.pairwise(ends)]
-        stages[-1] += Fraction(last_extra)
-        of_rank = dict.fromkeys(ranks, Fraction(0))
+        stages[-1] += last
+        of_rank = [0] * assignment.ranks
         for rank, cost in zip(ranks, stages, strict=True):
             of_rank[rank] += cost
-        return max(of_rank.values()), sum((cost * cost for cost in stages), Fraction(0))
+        return max(of_rank), sum(cost * cost for cost in stages)
 
     least = price(best)
     while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import bus_factor
-from parallel3d.blueprint.dispatch import ALL_TO_ALL, share_sent
+from parallel3d.blueprint.dispatch import ALL_TO_ALL, load_of_tokens, share_sent
 from parallel3d.blueprint.ops import (
     ALL_TRAINED,
     ExpertWidths,
@@ -31,6 +31,7 @@ from parallel3d.blueprint.ops import (
 from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.attention_traffic import exposed, sends
+from parallel3d.estimate.rank_layers import RankLayers
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, walk
 
@@ -111,7 +112,8 @@ def range_of_a_new_place() -> tuple[float, float]:
 class StepWork:
     """Sizes that determine the time of a step: model, layout, software and hardware.
 
-    Each field has one element per row; a row is a layout or a run. Flags are 0 or 1.
+    Each field has one element per row; a row is a layout or a run. Flags are 0 or 1. In `by_rank`,
+    the shares of layers have an axis of ranks before the rows.
     """
 
     layers: Number
@@ -136,10 +138,7 @@ class StepWork:
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
-    # Number of layers in the first stage, in the largest middle stage and in the last stage
-    first: Number
-    middle: Number
-    last: Number
+    ranks: RankLayers  # layers of the pipeline's ranks
     # Software
     zero: Number
     recompute_norm: Number  # flags of the parts of `recompute`; a part that another implies has 0
@@ -304,6 +303,48 @@ class StepWork:
         """Returns the number of ranks that hold the same experts."""
         return self.tp * self.cp * self.dp / self.ep
 
+    @functools.cached_property
+    def share_sent(self) -> Any:
+        """Returns the probability that a token is sent to a given rank of its experts' group."""
+        share = share_sent(self.experts, self.active_experts, self.ep)
+        return np.where(self.copies == COPIES.index("every"), 1.0, share)
+
+    @functools.cached_property
+    def load_of_tokens(self) -> Any:
+        """Returns the tokens that the fullest rank receives, relative to the mean over ranks."""
+        once = load_of_tokens(self.load, self.share_sent)
+        return np.where(self.copies == COPIES.index("expert"), self.load, once)
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Returns whether the layers of each rank have the same mean as those of the model."""
+        ranks = self.ranks
+        same = (ranks.sparse == self.sparse) & (ranks.sliding == self.sliding)
+        return bool(np.all(same | (ranks.layers == 0)))
+
+    @functools.cached_property
+    def by_rank(self) -> StepWork:
+        """Returns the work with the shares of layers of the model, and then of each rank."""
+        ranks = self.ranks
+        shape = 1, *ranks.layers.shape[1:]
+        sparse = np.concatenate([np.broadcast_to(self.sparse, shape), ranks.sparse])
+        sliding = np.concatenate([np.broadcast_to(self.sliding, shape), ranks.sliding])
+        return replace(self, sparse=sparse, sliding=sliding)
+
+    def of_layers(self, mean: Callable[[StepWork], Any]) -> tuple[Any, Any]:
+        """Returns a mean over all layers of the model, and over those of each rank.
+
+        `mean`: returns the mean over layers with the shares of kinds of its argument.
+        """
+        if self.is_even:
+            found = mean(self)
+            return found, found
+        found = np.broadcast_to(mean(self.by_rank), np.shape(self.by_rank.sparse))
+        return found[0], found[1:]
+
+
+ROW_FIELDS = [f.name for f in fields(StepWork) if f.name != "ranks"]  # one number for each row
+
 
 EXPERTS = "mlp.experts."  # prefix of the names of the experts' operations
 
@@ -327,7 +368,7 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
         "tied": float(model.tie_embeddings),
         "seq": model.seq_length,
         "window": np.inf if model.sliding_window is None else model.sliding_window,
-        "sliding": _sliding(model),
+        "sliding": sum(layers_with_a_window(model)) / model.num_layers,
         "sparse": len(model.expert_layers) / model.num_layers,
         "experts": max(model.num_experts, 1),
         "active_experts": max(model.experts_per_token, 1),
@@ -342,12 +383,12 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
     }
 
 
-def _sliding(model: ModelConfig) -> float:
-    """Returns the share of the layers that have a window, or 1 if the model has no window."""
-    if model.sliding_window is None:
-        return 1.0
-    windows = [model.attention_kind(layer).window for layer in range(model.num_layers)]
-    return sum(window is not None for window in windows) / len(windows)
+def layers_with_a_window(model: ModelConfig) -> list[bool]:
+    """Returns whether each layer has a window; all count as such if the model has no window."""
+    return [
+        model.sliding_window is None or model.attention_kind(layer).window is not None
+        for layer in range(model.num_layers)
+    ]
 
 
 # Time of a pipeline in closed form (tested against `schedules/walk.py`)
@@ -389,9 +430,7 @@ def _idle(ranks: int, microbatches: int) -> float:
 
 
 def pipeline_time(
-    first: Number,
-    middle: Number,
-    last: Number,
+    slowest: Number,
     total: Number,
     microbatches: Number,
     chunks: Number,
@@ -402,15 +441,13 @@ def pipeline_time(
     The slowest stage waits only while the other stages fill and drain the pipeline.
 
     Args:
-        first, middle, last: seconds of a micro-batch's forward and backward on the first stage, the
-            slowest middle stage and the last stage.
+        slowest: seconds of a micro-batch's forward and backward on the slowest stage.
         total: sum of these seconds over all stages.
         microbatches: number of micro-batches.
         chunks: model chunks per pipeline rank.
         split: share of the bubble that remains (`share_left`), or 0 if no backward is split.
     """
     left = np.where(np.asarray(split) > 0, split, 1.0)
-    slowest = np.maximum(np.maximum(first, middle), last)
     return microbatches * slowest + np.maximum(total - slowest, 0) / chunks * left
 
 
@@ -608,7 +645,9 @@ def repeats(op: Op, work: StepWork) -> Any:
 
 def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Returns the (forward, backward) seconds of an operation on the GPU."""
-    loaded = work.load if op.name.startswith(LOADED) else 1.0
+    loaded: Any = work.load if op.name.startswith(EXPERTS) else 1.0
+    if op.name in PASSES:
+        loaded = work.load_of_tokens
     if op.kind == "attention":
         forward, backward = attention(work, c)
         return forward, work.backward * backward
@@ -631,10 +670,6 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     cast = move(work, c, rows * op.inputs / share * each) * work.fp8
     weights = 3 * op.numel / work.microbatches
     return forward + copied + cast + move(work, c, weights) * work.fp8, backward + cast
-
-
-# Operations with these name prefixes take time in proportion to `StepWork.load`.
-LOADED = (EXPERTS, "mlp.dispatch", "mlp.combine")
 
 
 def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
@@ -715,9 +750,8 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
         total = total if style == "heads" else full * total
         total = np.where(ranks > 1, exposed(style, total, attends, c["cp.exposed"]), 0.0)
         found.append(np.where(possible, total, np.inf))
-    return np.choose(
-        work.cp_style.astype(int), np.broadcast_arrays(*found, np.minimum.reduce(found))
-    )
+    same = np.broadcast_arrays(*found)
+    return np.choose(work.cp_style.astype(int), [*same, np.minimum.reduce(same)])
 
 
 # Ways to send a token to its experts: one copy to each rank that has any of them; one copy to each
@@ -736,8 +770,7 @@ def exchange(work: StepWork, c: Constants) -> Any:
     inside = np.minimum(ep, work.gpus_per_node)
     nodes = np.maximum(ep / inside, 1.0)
     kind = work.copies
-    to_rank = share_sent(experts, chosen, ep)
-    to_rank = np.where(kind == COPIES.index("every"), 1.0, to_rank)
+    to_rank = work.share_sent
     to_node = np.where(nodes > 1, share_sent(experts, chosen, np.maximum(nodes, 2)), 1.0)
     by_expert = chosen / ep
     here = np.where(kind == COPIES.index("expert"), by_expert, to_rank) * (inside - 1)
@@ -745,10 +778,7 @@ def exchange(work: StepWork, c: Constants) -> Any:
     by_node = kind == COPIES.index("node")
     here = np.where(by_node, to_rank * nodes * (inside - 1), here)
     away = np.where(by_node, to_node * (nodes - 1), away)
-    # A rank gets at most one copy of a token, however many of its experts the token uses.
-    most = np.where(kind == COPIES.index("expert"), np.inf, 1 / to_rank)
-    load = np.minimum(work.load, most)
-    bytes = 2 * work.hidden * work.tokens / work.widths.share * load
+    bytes = 2 * work.hidden * work.tokens / work.widths.share * work.load_of_tokens
     link = work.link_rate * c["link.rate"] * c["experts.link"]
     network = work.fabric_rate * c.of("network", "rate", work.fabric) * c["experts.network"]
     wire = np.maximum(here * bytes / link, away * bytes / network)
@@ -801,10 +831,10 @@ def head(work: StepWork, c: Constants) -> Any:
 
 
 def _ends(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds of embedding and head on the first, a middle and the last stage."""
-    top, single = head(work, c), work.pp == 1
-    first = embedding(work, c) + np.where(single, top, 0.0)
-    return np.stack(np.broadcast_arrays(first, 0.0, np.where(single, 0.0, top)))
+    """Returns the seconds of embedding and head on each rank of the pipeline."""
+    ranks = work.ranks
+    first = np.where(ranks.embeds > 0, embedding(work, c), 0.0)
+    return first + np.where(ranks.heads > 0, head(work, c), 0.0)
 
 
 def embedding(work: StepWork, c: Constants) -> Any:
@@ -840,17 +870,15 @@ class StepTime:
 
 def step(work: StepWork, c: Constants) -> StepTime:
     """Returns the seconds of one step by part, with an element for each row of `work`."""
-    ends = _ends(work, c)
     batch = 1e-6 * c.of("engine", "batch_us", work.engine) * np.where(work.graph > 0, 0.1, 1.0)
-    each = _gathered(work, c, layer(work, c)[1])
-    single = work.pp == 1
-    first = work.first * each + ends[0] + batch
-    middle = np.where(work.middle > 0, work.middle * each + batch, 0)
-    last = np.where(single, first, work.last * each + ends[2] + batch)
-    total = work.layers * each + head(work, c) + embedding(work, c) + batch * work.pp
-    span = pipeline_time(first, middle, last, total, work.microbatches, work.chunks, work.split)
-    busy = work.microbatches * np.maximum(np.maximum(first, middle), last)
-    backward = (first if np.ndim(first) else np.asarray(first)) * 2 / 3
+    mean, each = work.of_layers(lambda w: _gathered(w, c, layer(w, c)[1]))
+    ranks = work.ranks
+    held = np.where(ranks.exist, ranks.layers * each + _ends(work, c) + batch, 0.0)
+    slowest = held.max(axis=0)
+    total = work.layers * mean + head(work, c) + embedding(work, c) + batch * work.pp
+    span = pipeline_time(slowest, total, work.microbatches, work.chunks, work.split)
+    busy = work.microbatches * slowest
+    backward = held[0] * 2 / 3
     return StepTime(
         busy,
         span - busy,
@@ -861,34 +889,21 @@ def step(work: StepWork, c: Constants) -> StepTime:
     )
 
 
-def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
-    """Returns a rank's trained elements, without experts, in three stages.
-
-    The stages are the first one, the largest one in the middle, and the last one.
-    """
-    each = work.trained * work.parameters
+def stage_parameters(work: StepWork) -> Any:
+    """Returns the trained elements, without experts, of each rank of the pipeline."""
+    ranks = work.ranks
+    layers = ranks.layers * (work.trained * work.of_layers(lambda w: w.parameters)[1])
     table = work.vocab * work.hidden / work.tp
-    single = work.pp == 1
-    own_head = np.where(single & (work.tied > 0), 0, work.head_trained * table)
-    first = work.first * each + work.embedding_trained * table + np.where(single, own_head, 0)
-    last = work.last * each + work.head_trained * table
-    return first, work.middle * each, np.where(single, first, last)
+    shared = (ranks.embeds > 0) & (work.tied > 0)
+    own_head = np.where(shared, 0, work.head_trained * table)
+    first = layers + np.where(ranks.embeds > 0, work.embedding_trained * table, 0)
+    return first + np.where(ranks.heads > 0, own_head, 0)
 
 
-def largest_stage(work: StepWork) -> Any:
-    """Returns a rank's trained elements, without experts, in the stage with the most of them."""
-    first, middle, last = stage_parameters(work)
-    return np.maximum(np.maximum(first, middle), last)
-
-
-def most_layers(work: StepWork) -> Any:
-    """Returns the largest number of layers in a stage."""
-    return np.maximum(np.maximum(work.first, work.middle), work.last)
-
-
-def largest_experts(work: StepWork) -> Any:
-    """Returns a rank's trained expert elements in the stage with the most layers."""
-    return work.trained * work.expert_parameters * most_layers(work)
+def expert_parameters(work: StepWork) -> Any:
+    """Returns the trained elements of experts of each rank of the pipeline."""
+    each = work.of_layers(lambda w: w.expert_parameters)[1]
+    return work.trained * each * work.ranks.layers
 
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
@@ -901,10 +916,10 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     one = gather(work, c, 2 * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
     if np.any(work.sparse):
-        more, steps = gather(work, c, 2 * work.expert_parameters, work.edp, work.ep), work.edp - 1
-        one = one + np.where(work.sparse > 0, more, 0.0)
+        elements, steps = _elements(work.expert_ops, of_experts=True), work.edp - 1
+        one = one + work.sparse * gather(work, c, 2 * elements, work.edp, work.ep)
         rings = latency(work, c, work.edp, work.ep, steps) * np.where(work.edp > 1, 1.0, 0.0)
-        ring = ring + np.where(work.sparse > 0, rings, 0.0)
+        ring = ring + work.sparse * rings
     wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
     both = smooth_max(each, wire * c["fsdp.contention"])
     return np.where(work.zero >= 3, both, each)
@@ -927,25 +942,32 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
     so each adds the latency of a ring over all ranks; with hundreds of ranks, this exceeds the time
     to transfer the bytes. `backward`: seconds of the backward.
     """
-    reduced, returned = _reductions(work, c, largest_stage(work), work.dp * work.cp, work.tp)
+    layers, ranks = work.ranks.layers, work.dp * work.cp
+    most = layers.max(axis=0)
+    reduced, returned = _reductions(work, c, stage_parameters(work), most, ranks, work.tp)
     if np.any(work.sparse):
-        more = _reductions(work, c, largest_experts(work), work.edp, work.ep)
+        most = (layers * work.ranks.sparse).max(axis=0)
+        more = _reductions(work, c, expert_parameters(work), most, work.edp, work.ep)
         sparse = work.sparse > 0
         reduced = reduced + np.where(sparse, more[0], 0.0)
         returned = returned + np.where(sparse, more[1], 0.0)
     odds = c.of("engine", "dp_hidden", work.engine)
     hidden = np.minimum(work.overlap_dp * from_odds(odds) * reduced, backward)
-    return reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
+    shown = reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
+    return shown.max(axis=0)
 
 
 def _reductions(
-    work: StepWork, c: Constants, elements: Any, ranks: Any, stride: Any
+    work: StepWork, c: Constants, elements: Any, layers: Any, ranks: Any, stride: Any
 ) -> tuple[Any, Any]:
-    """Returns the seconds of the reduction of gradients and of the all-gather of parameters."""
+    """Returns the seconds of the reduction of gradients and of the all-gather of parameters.
+
+    `elements`, `layers`: trained elements and number of layers, which are reduced one by one.
+    """
     summed = reduce(work, c, work.grad_bytes * elements, ranks, stride)
     cut = gather(work, c, work.grad_bytes * elements, ranks, stride)
     back = gather(work, c, 2 * elements, ranks, stride)
-    ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, most_layers(work), 0.0)
+    ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, layers, 0.0)
     ring = ring * c.of("engine", "dp_messages", work.engine)
     reduced = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut, summed) + ring)
     return reduced, np.where((work.zero > 0) & (work.zero < 3), back + ring, 0.0)
@@ -953,10 +975,10 @@ def _reductions(
 
 def _optimizer(work: StepWork, c: Constants) -> Any:
     ranks = np.where(work.zero > 0, work.dp * work.cp, 1.0)
-    elements = largest_stage(work) / ranks
+    elements = stage_parameters(work) / ranks
     if np.any(work.sparse):
-        elements = elements + largest_experts(work) / np.where(work.zero > 0, work.edp, 1.0)
-    return move(work, c, elements * c["optimizer.bytes"])
+        elements = elements + expert_parameters(work) / np.where(work.zero > 0, work.edp, 1.0)
+    return move(work, c, elements.max(axis=0) * c["optimizer.bytes"])
 
 
 def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
@@ -965,12 +987,15 @@ def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
     `work` must have a single row. The time beyond kernels and exposed collectives is listed as
     launches; it includes the gathers of zero=3.
     """
-    (kinds, total), ends = layer(work, c), _ends(work, c)
-    stages = np.stack([work.first, work.middle, work.last])
-    busiest = int(np.argmax((stages * total + ends)[:, 0]))
+    ends, layers = _ends(work, c), work.ranks.layers
+    busiest = int(np.argmax((layers * work.of_layers(lambda w: layer(w, c)[1])[1] + ends)[:, 0]))
     count = float(work.microbatches[0])
-    layers = count * float(stages[busiest, 0])
-    found = {kind: layers * float(np.ravel(value)[0]) for kind, value in kinds.items()}
+
+    def of_busiest(kind: str) -> float:
+        each = np.broadcast_to(work.of_layers(lambda w: layer(w, c)[0][kind])[1], layers.shape)
+        return count * float(layers[busiest, 0]) * float(each[busiest, 0])
+
+    found = {kind: of_busiest(kind) for kind in layer(work, c)[0]}
     found["head and embedding"] = count * float(ends[busiest, 0])
     rest = compute - sum(found.values())
     if rest < 0:  # the host never makes the GPU wait, and kernels overlap a little

@@ -17,6 +17,7 @@ import yaml
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import Transfer
+from parallel3d.blueprint.dispatch import load_of_tokens
 from parallel3d.blueprint.ops import (
     LayerKind,
     Op,
@@ -513,8 +514,10 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
     impossible schedule or split of the layers.
     """
     blueprint = planned(config)
-    if config.model.num_experts:
+    received = 1.0
+    if blueprint.experts is not None:
         load = min(load, most_load(config.model, config.ep))
+        received = load_of_tokens(load, blueprint.experts.share_sent)
     layout, schedule = blueprint.layout, blueprint.pipeline.schedule()
     assignment, count, pp = schedule.assignment, config.num_microbatches, config.pp
     each, groups, crossings = np.zeros((assignment.stages, 3)), [], 0
@@ -522,7 +525,7 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
         seconds: dict[str, float] = defaultdict(float)
         for sent in transfers(config, layout, rank.index):
             if sent.dim == "ep" and sent.op == ALL_TO_ALL:  # the fullest rank receives more
-                sent = replace(sent, nbytes=round(load * sent.nbytes))
+                sent = replace(sent, nbytes=round(received * sent.nbytes))
             seconds[sent.dim] += sent_seconds(machine, rank, sent)
             crossings += sent.count * (sent.dim == "pp")
         experts = sum(p.numel for p in rank.trained if p.expert) / rank.expert_shards

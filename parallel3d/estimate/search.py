@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -13,15 +13,15 @@ import numpy as np
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.dispatch import GATHER
+from parallel3d.blueprint.dispatch import GATHER, largest_load
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
-from parallel3d.blueprint.ops import widths
+from parallel3d.blueprint.ops import layer_costs, widths
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
-from parallel3d.blueprint.stages import balance_chunks
+from parallel3d.blueprint.stages import balance_chunks, balance_layers, head_cost
 from parallel3d.config.fields import AnyConfig, show
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import PARTS, parts_of, spelled
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device
@@ -31,19 +31,22 @@ from parallel3d.estimate.fitted_cost import (
     COPIES,
     ENGINES,
     NETWORKS,
+    ROW_FIELDS,
     SPEEDS,
     Number,
     StepTime,
     StepWork,
     attention,
     context_parallel,
+    layers_with_a_window,
     load,
     share_left,
     sizes_of_model,
 )
 from parallel3d.estimate.network import price_step
+from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
+from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED, assignment_of
 
 GIB = 2.0**30
 Fixed: TypeAlias = Mapping[str, Any]  # field of `LayoutChoice` → value from the command line
@@ -113,8 +116,8 @@ def card_of(config: Config) -> tuple[str, Device]:
     return found, DEVICES[found]
 
 
-def sizes_of(config: Config) -> dict[str, float]:
-    """Returns the fields of `StepWork` that do not depend on the layout, by name."""
+def sizes_of(config: Config) -> dict[str, Any]:
+    """Returns the fields of `StepWork` that do not depend on the layout, by name, and `model`."""
     model, cluster, type = config.model, config.cluster, config.precision.name
     name, card = card_of(config)
     like = name.replace("b300", "b200")
@@ -126,6 +129,7 @@ def sizes_of(config: Config) -> dict[str, float]:
     fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
     return {
         **sizes_of_model(model, trained_shares(model, config.optim)),
+        "model": model,
         "gpus_per_node": domain,
         "flash": 1,
         "dropout": 0,
@@ -289,13 +293,13 @@ _COLUMNS = {
 }
 
 
-def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -> StepWork:
+def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> StepWork:
     """Returns the layouts as one `StepWork`, whose fields have an element per layout.
 
-    `sizes`: values of the fields that do not depend on the layout.
+    `sizes`: see `sizes_of`. Without `model`, the layers of all ranks are alike.
     """
     n = len(choices)
-    column = {f.name: np.full(n, float(sizes.get(f.name, 0.0))) for f in fields(StepWork)}
+    column = {name: np.full(n, float(sizes.get(name, 0.0))) for name in ROW_FIELDS}
     for name, of in _COLUMNS.items():
         column[name] = np.array([float(getattr(c, of)) for c in choices])
     column["microbatches"] = batch / (column["dp"] * column["micro_batch"])
@@ -305,25 +309,49 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     parts = [parts_of(c.recompute) for c in choices]
     for part in PARTS:
         column[f"recompute_{part}"] = np.array([float(part in of) for of in parts])
-    # The load is highest if all tokens of a group choose experts of the same rank.
-    experts, chosen, ep = column["experts"], column["active_experts"], column["ep"]
-    most = ep * np.minimum(chosen, experts // ep) / chosen
+    most = largest_load(column["experts"], column["active_experts"], column["ep"])
     column["load"] = np.minimum(column["load"], most)
     column["overlap_ep"] *= [can_overlap(choice) for choice in choices]
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
-    work = StepWork(**column)
-    # `head`: cost of the head in units of a layer's cost.
-    head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])
-    split = {pp: _split(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
-    first, middle, last = np.array([split[c.pp] for c in choices], dtype=float).T
-    return replace(work, first=first, middle=middle, last=last)
+    work = StepWork(**column, ranks=RankLayers())
+    model: ModelConfig | None = sizes.get("model")
+    if model is not None and not _is_even(model):
+        places = [assignment_of(c.schedule, c.pp, c.vpp) for c in choices]
+        split = _uneven_split(model, {*places})
+    else:
+        # `head`: cost of the head in units of a layer's cost.
+        head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])
+        shares = sizes.get("sparse", 0.0), sizes.get("sliding", 0.0)
+        places = [StageAssignment(c.pp) for c in choices]
+        split = {
+            place: even_ranks(
+                balance_chunks(1.0, int(sizes["layers"]), place, last_extra=head), *shares
+            )
+            for place in {*places}
+        }
+    every, index = table_of([*split.values()]), {place: i for i, place in enumerate(split)}
+    of_choices = [index[place] for place in places]
+    return replace(work, ranks=RankLayers(*(of[:, of_choices] for of in every)))
 
 
-def _split(layers: int, head: float, pp: int) -> tuple[int, int, int]:
-    """Returns the number of layers of the first, the largest middle and the last stage."""
-    counts = balance_chunks(1.0, layers, StageAssignment(pp), last_extra=head)
-    return counts[0], max(counts[1:-1], default=0), counts[-1]
+def _is_even(model: ModelConfig) -> bool:
+    """Returns whether all layers of the model have the same operations and the same cost."""
+    experts = (model.has_experts(layer) for layer in range(model.num_layers))
+    return len({*zip(layer_costs(model), experts, strict=True)}) == 1
+
+
+def _uneven_split(
+    model: ModelConfig, places: Collection[StageAssignment]
+) -> dict[StageAssignment, list[RankLayers]]:
+    """Returns the layers of each pipeline's ranks, divided as a run divides them (`Blueprint`)."""
+    costs, head = layer_costs(model), head_cost(model)
+    experts = [model.has_experts(layer) for layer in range(model.num_layers)]
+    windows = layers_with_a_window(model)
+    return {
+        place: rank_layers(balance_layers(costs, place, head), place, experts, windows)
+        for place in places
+    }
 
 
 def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: float) -> Priced:

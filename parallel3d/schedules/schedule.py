@@ -87,7 +87,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
             f"(nearest: {choice})."
         )
     check_vpp(name, chunks)
-    assignment = StageAssignment(ranks, chunks, "v" if name in V_SHAPED else "loop")
+    assignment = assignment_of(name, ranks, chunks)
     made: ComputeSchedule
     if name == "gpipe":
         made = orders.gpipe(ranks, microbatches)
@@ -102,6 +102,11 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     else:  # zb_h1 is interleaved_zb with one chunk
         made = orders.interleaved_zero_bubble(ranks, chunks, microbatches)
     return Schedule(name, assignment, microbatches, made)
+
+
+def assignment_of(name: str, ranks: int, chunks: int) -> StageAssignment:
+    """Returns the assignment of stages to ranks of the schedule `name`, in loops or as a V."""
+    return StageAssignment(ranks, chunks, "v" if name in V_SHAPED else "loop")
 
 
 def check_vpp(name: str, chunks: int) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from benchmarks.planner.published_fit import time_guesses
 from benchmarks.planner.published_rows import FABRICS, recomputed, split_evenly
 from parallel3d.device.datasheets import DEVICES
-from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, Constants, StepWork
+from parallel3d.estimate.fitted_cost import (
+    ENGINES,
+    NETWORKS,
+    ROW_FIELDS,
+    SPEEDS,
+    Constants,
+    StepWork,
+)
+from parallel3d.estimate.rank_layers import RankLayers, even_ranks
 
 
 def constants(**over: float) -> Constants:
@@ -33,5 +43,13 @@ def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: 
     )  # fmt: skip
     made |= over
     counts = split_evenly(int(made["layers"]), int(made["pp"]))
-    made |= {"first": counts[0], "middle": max(counts[1:-1], default=0), "last": counts[-1]}
-    return StepWork(**{name: np.array(float(value)) for name, value in made.items()})
+    held = even_ranks(counts, made.get("sparse", 0.0), made.get("sliding", 1.0))
+    columns = {name: np.array(float(value)) for name, value in made.items()}
+    return StepWork(**columns, ranks=RankLayers(*np.array(held, dtype=float).T))
+
+
+def table(works: Sequence[StepWork]) -> StepWork:
+    """Returns works of plain numbers as the rows of one `Work`."""
+    columns = {name: np.array([float(getattr(w, name)) for w in works]) for name in ROW_FIELDS}
+    ranks = zip(*(w.ranks for w in works), strict=True)
+    return StepWork(**columns, ranks=RankLayers(*(np.stack(of, axis=-1) for of in ranks)))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import layer_flops, layer_kinds
 from parallel3d.config.checks import check_config
@@ -99,6 +100,20 @@ def test_the_load_multiplies_the_products_of_experts(ep: int, load: float, count
     # Two layers, forward, input and weight gradient, of two experts with three matrices of a token.
     inside = 2 * 3 * 2 * (2 * 3 * 256 * 128) * 8 * 256 / RATE
     assert uneven - even == pytest.approx((counts - 1) * inside, rel=1e-3)
+
+
+def test_an_exchange_carries_each_token_at_most_once_to_a_rank() -> None:
+    """The rows of the fullest rank are four times the mean, but many are of the same tokens."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        plain = name.startswith(("together", "threads"))
+        return 1.0 if plain else 1e-9 * at[1] if name.startswith("all_to_all") else 1e-12
+
+    here = machine(of, MADE, MIXED, **{"launch.action": 1e-12})
+    made = config(dp=4, ep=4, dispatch="all_to_all")
+    even, uneven = (step_time(made, here, each).core for each in (1.0, 4.0))
+    share = share_sent(MIXED.num_experts, MIXED.experts_per_token, 4)
+    assert uneven / even == pytest.approx(1 / share, rel=0.01)
 
 
 @pytest.mark.parametrize("op", ["all_to_all", "all_gather", "reduce_scatter", "all_reduce"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from benchmarks.planner.published_models import named
@@ -17,7 +16,7 @@ from parallel3d.estimate.fitted_cost import (
     sizes_of_model,
     step,
 )
-from tests.unit.estimate.plan_work import constants, work
+from tests.unit.estimate.plan_work import constants, table, work
 from tests.unit.metrics.test_flops import preset
 
 QWEN = dict(
@@ -83,10 +82,8 @@ def test_a_model_without_experts_costs_the_same_beside_one_with_experts() -> Non
         {**named("DeepSeekV3"), "ep": 64, "dp": 64},
     ]
     alone = [float(step(work(**row), c).total) for row in rows]
-    names = vars(work())
-    made = [vars(work(**row)) for row in rows]
-    table = StepWork(**{name: np.array([float(row[name]) for row in made]) for name in names})
-    assert step(table, c).total.tolist() == pytest.approx(alone, rel=1e-12)
+    together = table([work(**row) for row in rows])
+    assert step(together, c).total.tolist() == pytest.approx(alone, rel=1e-12)
     assert float(step(work(tp=4, sequence_parallel=1), c).total) == alone[0]
 
 

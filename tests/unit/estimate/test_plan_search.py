@@ -13,7 +13,7 @@ from benchmarks.planner.published_memory import memory
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.config.schema import ClusterConfig, Config, ContextParallelConfig, ModelConfig
 from parallel3d.context_parallel.checks import check_context_parallel
-from parallel3d.estimate.fitted_cost import StepWork, context_parallel, load, step
+from parallel3d.estimate.fitted_cost import ROW_FIELDS, StepWork, context_parallel, load, step
 from parallel3d.estimate.search import (
     TIGHT,
     LayoutChoice,
@@ -32,7 +32,7 @@ from parallel3d.topology.assumptions import preset
 from tests.unit.estimate.plan_work import work
 
 ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)
-SIZES = {name: float(getattr(ONE, name)) for name in ONE.__dataclass_fields__}
+SIZES = {name: float(getattr(ONE, name)) for name in ROW_FIELDS}
 
 
 def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) -> Priced:
@@ -104,7 +104,8 @@ def test_a_heavy_head_takes_layers_from_its_stage() -> None:
     sizes = SIZES | {"vocab": 16 * 8192 * 3.0}
     choice = LayoutChoice(2, 4, 1, 1, 1, "1f1b", "none", 0)
     w = works([choice], sizes, 64)
-    assert w.last < w.first and w.first + 2 * w.middle + w.last >= SIZES["layers"]
+    first, middle, last = w.ranks.layers
+    assert last < first and first + 2 * middle + last >= SIZES["layers"]
 
 
 @pytest.mark.parametrize("n", [1, 12, 97, 4096, 16384, 30030])
