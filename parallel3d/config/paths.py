@@ -61,13 +61,13 @@ def check_path(name: str, text: str) -> None:
         if item.startswith("~"):
             raise UserError(
                 f"{name}={text} begins with ~, which is nobody's home on this host; give the whole "
-                f"path, or ./{item} for a name that begins so."
+                f"path, or ./{item} for a name that begins with ~."
             )
         if item.startswith("$"):
             raise UserError(
                 f"{name}={text} begins with $, which nothing here expands; let the shell expand "
                 f"it, or give '{name}=${{oc.env:NAME}}/…' with the variable's name, or ./{item} "
-                "for a name that begins so."
+                "for a name that begins with $."
             )
         if _ADDRESS.match(item):
             if name in OF_ADDRESSES:

@@ -116,7 +116,7 @@ class StagedShares:
         self._firsts = firsts
         self._members = [list(stage.weights) for stage in stages]
         self._shares = [Shares(list(stage.weights.values())) for stage in stages]
-        self._before = [[0] * sets]  # for each stage, each data set's samples before it
+        self._before = [[0] * sets]  # number of samples of each data set before each stage
         for first in firsts[1:]:
             self._before.append(self.counts(first))
 

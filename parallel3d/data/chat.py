@@ -206,7 +206,7 @@ class Reader:
     def _until_its_end(
         self, made: Placed, within: npt.NDArray[np.bool_], until: str
     ) -> npt.NDArray[np.bool_]:
-        """Returns `within` without the blanks after the last special token of a turn.
+        """Removes the blanks after the last special token of a turn from the mask `within`.
 
         `until` is the text up to the end of the turn.
         """
@@ -280,7 +280,7 @@ class Reader:
         def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             return places + shifts[np.searchsorted(begins, places, "right") - 1]
 
-        # The end follows from the last character, because the next character may belong to another
+        # The end is computed from the last character, because the next one may belong to another
         # piece.
         last = np.maximum(made.ends - 1, made.begins)
         return Placed(made.tokens, source(made.begins), source(last) + 1)

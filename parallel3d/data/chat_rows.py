@@ -132,13 +132,13 @@ class Refused(ValueError):
 
 
 class Row(NamedTuple):
-    """A row in the form that a template gets.
+    """A row in the form that is passed to a template.
 
     Attributes:
         messages: each has a role and, unless it has only calls, a content (text or a list of
             parts).
         names: the name of each message in errors.
-        learned: whether each message is learned if the assistant says it.
+        learned: for each message, whether it is learned if its role is assistant.
         tools: an object for each tool, or None if the row has none.
         documents: an object for each document, or None if the row has none.
         more: further variables for the template.
@@ -228,7 +228,7 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
 
 
 def read_row(row: Any) -> Row:
-    """Returns a row in the form that a template gets.
+    """Returns a row in the form that is passed to a template.
 
     Raises Refused with a message whose subject is the row, such as "is not an object".
     """
@@ -418,7 +418,8 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
         raise Refused(f"says both to learn and not to learn message {number}")
     if True in told and role != ASSISTANT:
         raise Refused(
-            f"asks to learn message {number} of role {plain(role)}: only {ASSISTANT}'s are"
+            f"asks to learn message {number} of role {plain(role)}: only messages of role "
+            f"{ASSISTANT} are learned"
         )
     _put_calls(given, role, number)
     _put_thoughts(given, number)

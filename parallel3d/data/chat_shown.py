@@ -73,8 +73,8 @@ class Anchors:
         self._names = names
         escaped = [f"\\\\u{ord(mark):04x}" for mark in (begin, end)]
         self._pattern = re.compile(f"{begin}(\\d+){end}|{escaped[0]}(\\d+){escaped[1]}")
-        # The owner of each anchor: "message", "call" or "tool", the number of the message or
-        # tool, and the number of the call in its message, which is 0 for other owners.
+        # The owner of each anchor: its kind ("message", "call" or "tool"), the number of the
+        # message or tool, and the number of the call in its message (0 for other kinds).
         self.owners: list[tuple[str, int, int]] = []
 
     def put(self, rendering: Rendering) -> Rendering:

@@ -101,7 +101,7 @@ class Corpus:
         vocab_size, eot: number of tokens, and the token that ends a text.
         tokenizer: the tokenizer's digest.
         tokenizer_name: location of the tokenizer; None if it is not known.
-        documents: tells where documents begin, or None if they begin after each `eot`.
+        documents: finds where documents begin, or None if they begin after each `eot`.
         plans: packing plans of `train` and `valid`, each None if the part is empty; None if the
             documents are not packed.
         name: the prefix of a pair; "" for other texts.
@@ -270,7 +270,8 @@ class Blend:
         if bare:
             told.append(
                 f"the documents of {len(bare):,} of {len(self.corpora):,} parts, such as "
-                f"{bare[0]}, lack the tokens that begin those of other parts: tokenize all alike"
+                f"{bare[0]}, lack the tokens that begin those of other parts: tokenize all parts "
+                "in the same way"
             )
         return tuple(told)
 
@@ -587,7 +588,7 @@ def is_remote(prefix: str) -> bool:
 def _facts(
     data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
 ) -> tuple[CorpusFacts, str | None]:
-    """Returns facts about a pair, and the location of its tokenizer, or None if it is not known.
+    """Returns facts about a pair, and the location of its tokenizer (None if unknown).
 
     Raises UserError.
     """
@@ -893,7 +894,7 @@ def named_form(path: str) -> Form | None:
 
 
 def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:
-    """Checks all validation sets by `check_data`; returns its sentences. Raises UserError."""
+    """Checks all validation sets with `check_data`; returns its sentences. Raises UserError."""
     sentences = []
     for name, one in sets_of(data).items():
         with _naming(name):

@@ -117,8 +117,8 @@ def sort_out(
 ) -> Sorted:
     """Sorts the files of a folder or glob.
 
-    Raises NotTaken for a cache of the hub, and, unless most files are code, for a file that may be
-    data but cannot be read.
+    Raises NotTaken for a cache of the Hugging Face hub and, unless most files are code, for a file
+    that may be data but cannot be read.
 
     Args:
         files: the first bytes of each file by its relative name; b"" if the file is empty, None if
@@ -199,7 +199,7 @@ def _is_info(below: str, head: bytes | None, typed: str | None) -> bool:
 
 
 def _check_cache(files: Iterable[str]) -> None:
-    """Raises NotTaken for the hub's cache folder, which holds each file twice."""
+    """Raises NotTaken for a cache folder of the Hugging Face hub, which holds each file twice."""
     found: dict[str, dict[str, str]] = {}
     for below in files:
         parts = below.split("/")

@@ -60,7 +60,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
             whole, same = whole + (again is not None), same + (again is True)
     sentences = []
     if begun and begun < count:
-        assert isinstance(tokenizer, FileTokenizer)  # bytes have no tokens before a text
+        assert isinstance(tokenizer, FileTokenizer)  # a byte tokenizer puts no tokens before a text
         raise UserError(
             f"{pair.named}: {begun} of {count} sampled documents begin with "
             f"{tokenizer.spelled(bos)}, which {given} puts before every text: tokenize all of them "
@@ -129,7 +129,7 @@ def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
 
 
 def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bool | None:
-    """Returns whether encoding the text of `tokens` gives the same tokens, or None for too few.
+    """Returns whether encoding the text of `tokens` gives them again; None for too few tokens.
 
     `first` is the number of tokens that the tokenizer puts before every text.
     """

@@ -404,7 +404,7 @@ def check_content(
             "is a dump of a wiki with all its markup: write the text of its pages as jsonl, one "
             f"page per row; for the markup on purpose: {door.other}text"
         )
-    # No code begins with two JSON objects: a .jl that does holds JSON lines, not Julia.
+    # No code begins with two JSON objects: a .jl file that does so holds JSON lines, not Julia.
     if are_rows(head) and (end not in CODE or b"\n{" in head):
         raise NotTaken(
             f"holds JSON lines by its first bytes, but is text by its name: name it "

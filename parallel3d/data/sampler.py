@@ -165,7 +165,7 @@ class Sampler:
             shuffle: whether each epoch has an order of its own.
             eod_mask_loss: whether each label that begins a document is masked.
             document_mask: whether samples get their `starts`.
-            starts: tells where documents begin, or None if they begin after each `eot`.
+            starts: finds where documents begin, or None if they begin after each `eot`.
             name: identifies a part of a blend, so that each part has an order of its own.
             whole: whether the tokens after the last whole window are used, too.
 

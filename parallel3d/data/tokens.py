@@ -104,7 +104,7 @@ def version_of(info: Mapping[str, Any]) -> dict[str, str]:
     """Returns the facts of fsspec's `info` that identify a remote file's version, {} if unknown.
 
     A weak ETag is ignored, since different contents have the same one if the server calls them
-    equivalent. Times are left out next to an exact version, since they may differ between the
+    equivalent. Times are left out if there is an exact version, since they may differ between the
     servers of an address.
     """
     known = {key: str(info[key]) for key in (*VERSIONS, *TIMES) if info.get(key)}

@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "nothing learned": (row(user("hi"), assistant("ho", weight=0)), ""),
     "a half weight": (row(user("hi"), assistant("ho", weight=0.5)), "has weight=0.5 of message 2"),
     "a weight of words": (row(user("hi"), assistant("ho", weight="0")), "has weight="),
-    "a learned question": (row(user("hi", train=True), assistant("ho")), "only assistant's are"),
+    "a learned question": (row(user("hi", train=True), assistant("ho")), "only messages of role"),
     "told twice": (row(user("hi"), assistant("ho", weight=1, loss=False)), "to learn and not to"),
     "another mask": (row(user("hi"), assistant("ho", loss_mask=0)), "has loss_mask of message 2"),
     "details of training": (
