@@ -63,7 +63,7 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
 def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
     """Fills in null keys of the model with the values that they have in the model `here`.
 
-    If the keys from which these values follow differ, the change of those keys is reported.
+    If a key that determines such a value differs, the change of that key is reported.
     """
     nulls: dict[str, Any] = dict.fromkeys(here.in_effect)
     held = dataclasses.replace(here, **nulls).in_effect

@@ -88,7 +88,7 @@ def config_of(tree: DictConfig) -> Config:
     for name, text in written.items():
         if isinstance(text, str) and "${" in text and name in keys:
             found = attrgetter(name)(config)
-            # OmegaConf replaces a reference without a value by the word None.
+            # OmegaConf replaces a reference without a value with the word None.
             if isinstance(found, str) and found.count("None") > text.count("None"):
                 raise UserError(
                     f"{name}={text}: the reference ${{…}} has no value, and the text would be "
@@ -167,8 +167,8 @@ def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig
 def check_filled(config: Config, overrides: Sequence[str], own: Path | None = None) -> None:
     """Raises UserError if nothing sets a key that the experiment leaves open by `key: ???`.
 
-    Hydra itself would replace `???` by the default, and every key has one. Keys of a group are not
-    required if the command line selects a preset of the group: data=blend needs no data.path.
+    Hydra itself would replace `???` with the default, and every key has one. Keys of a group are
+    not required if the command line selects a preset of the group: data=blend needs no data.path.
 
     Args:
         config: the configuration composed from the overrides.

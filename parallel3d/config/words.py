@@ -249,7 +249,7 @@ def _text(ctx: Any, word: str) -> str:
 
 
 def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
-    """Returns whether `str` of the value that Hydra reads equals the original text."""
+    """Returns whether Hydra keeps the text of a primitive, so that it needs no quotes."""
     symbols = _tokens(ctx)
     if any(_FOREIGN.search(word, symbol.start, symbol.stop + 1) for symbol in symbols):
         return [symbol.type for symbol in symbols] == [OverrideLexer.QUOTED_VALUE]

@@ -112,7 +112,7 @@ def _enders(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
-    """Returns the numbers, and the first and last tokens, of sampled non-empty documents."""
+    """Returns the number, first tokens and last token of each sampled non-empty document."""
     if pair.documents <= FEW:
         firsts, run = [0], pair.documents
     else:

@@ -28,7 +28,7 @@ class Sample(NamedTuple):
         loss_mask: (seq,) bool, whether each label counts in the loss.
         starts: (seq,) int32; starts[p] is the position in the sample where the document of input p
             begins. It is None if the sample is one document.
-        used: number of inputs before the padding at the end, or None if there is no padding.
+        used: number of inputs before the padding at the end; None stands for all inputs.
     """
 
     tokens: npt.NDArray[np.int64]

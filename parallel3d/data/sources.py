@@ -118,7 +118,8 @@ class Documents(NamedTuple):
 def find_documents(data: DataConfig) -> list[Document]:
     """Returns all documents of the source in packing order.
 
-    Raises UserError for missing, empty or unreadable files, and for formats that are not read.
+    Raises UserError for missing or unreadable files, for items without text, and for formats that
+    are not read.
     """
     return take_documents(data).documents
 
