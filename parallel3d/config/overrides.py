@@ -1,7 +1,7 @@
 """Reads the overrides of a command line: checks each of them, and then composes them with Hydra.
 
-So a mistake in an override is reported in one sentence with the key, its value, the allowed values
-and the nearest one. A mistake in a user's file is found only when Hydra composes it, and is
+A mistake in an override is therefore reported in one sentence with the key, its value, the allowed
+values and the nearest one. A mistake in a user's file is found only when Hydra composes it, and is
 reported with Hydra's message.
 """
 

@@ -253,7 +253,7 @@ class Blend:
     def taught(self) -> Roles:
         """The tokens that begin and end the corpora's documents.
 
-        The tokens at the beginning are those of the first corpus that has any.
+        The tokens that begin documents are taken from the first corpus that has any.
         """
         parts = [corpus.taught for corpus in self.corpora]
         begin = next((roles.begin for roles in parts if roles.begin), ())
@@ -443,8 +443,8 @@ def _held_out_tokens(tokens: int, data: DataConfig, seq_length: int, named: str)
     """Returns the number of tokens at the end of a text that are held out.
 
     All tokens are held out if `data.held_out` is 1, as for a validation set, and none if it is 0.
-    Otherwise that share is held out, and at least one sample. Raises UserError about `named` if a
-    part has no sample.
+    Otherwise that share is held out, and at least one sample. Raises UserError if a part has no
+    sample; the error calls the text `named`.
     """
     share, sample = data.held_out, seq_length + 1
     held_out = max(int(tokens * share), sample) if share else 0

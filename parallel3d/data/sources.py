@@ -273,8 +273,8 @@ def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
 def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> list[tuple[str, str]]:
     """Returns the relative name and the path of each file below `root`, sorted; follows links.
 
-    Leaves out hidden files, and folders whose name `skip` accepts. Raises UserError about `key` for
-    an unreadable folder, or leaves the folder out if `key` is None.
+    Leaves out hidden files, and folders whose name `skip` accepts. Raises UserError, naming `key`,
+    for an unreadable folder; leaves the folder out if `key` is None.
     """
     files: list[tuple[str, str]] = []
     seen = set()

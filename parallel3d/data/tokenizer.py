@@ -652,7 +652,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
     """Reads a JSON object from a tokenizer's folder; returns {} if the file is missing.
 
-    Raises UserError about `key`.
+    Raises UserError; the error names `key`.
     """
     try:
         content = parse_json(read_bounded(folder / name, LARGEST_BESIDE))

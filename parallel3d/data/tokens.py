@@ -121,7 +121,7 @@ class Tokens:
     """
 
     def __init__(self, file: File, first: int, count: int, dtype: np.dtype) -> None:
-        """Reads `count` tokens from byte `first` of the open `file` on, which must stay open."""
+        """Presents `count` tokens that begin at byte `first` of `file`, which must stay open."""
         self.file = file
         self._first = first
         self._count = count
@@ -141,7 +141,8 @@ class Tokens:
     def below(self, limit: int, named: str) -> Tokens:
         """Returns the same tokens, but with a check of each slice that is read.
 
-        Reading a token that is negative or not below `limit` raises a UserError about `named`.
+        Reading a token that is negative or not below `limit` raises UserError; the error calls the
+        text `named`.
         """
         bounded = copy(self)
         if self.dtype.kind != "u" or np.iinfo(self.dtype).max >= limit:

@@ -132,7 +132,7 @@ def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
 
 
 def _time(a: torch.Tensor) -> float:
-    """Returns the seconds that one a @ a takes, and waits for the device before and after."""
+    """Returns the seconds of one `a @ a`; synchronizes the device before and after."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
     matmul(a, a)
