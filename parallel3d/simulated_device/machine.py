@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from parallel3d.private_names import TensorsAccessed, handle_kernel_launch, sanitizer
+from parallel3d.simulated_device.meta_results import MetaResults
 
 # An operator's overload, arguments, keyword arguments and result; their tensors are unwrapped.
 Call = tuple[Any, Sequence[Any], dict[str, Any], Any]
@@ -360,6 +361,7 @@ class SimulatedMachine:
         warns_of_waits: whether detected waits warn, as after `set_sync_debug_mode("warn")`.
         special: implementations of the operators that need more than one plain kernel.
         libraries: operator libraries; they are kept because dropping one unregisters it.
+        meta_results: results of operators on meta tensors.
     """
 
     data: str = "cpu"
@@ -372,6 +374,7 @@ class SimulatedMachine:
     usage: list[Usage] = field(default_factory=lambda: [Usage() for _ in range(DEVICES)])
     special: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     libraries: list[Any] = field(default_factory=list)
+    meta_results: MetaResults = field(default_factory=MetaResults)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()

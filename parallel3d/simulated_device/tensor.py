@@ -179,8 +179,7 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         named.pop("pin_memory", None)
     if facts.name in _HOST_WAITS:
         machine.wait_for_stream(machine.stream_of(device_index), facts.name)
-    is_known = machine.data != "meta" or operator not in WITHOUT_META
-    out = operator(*data, **named) if is_known else None
+    out = _compute(machine, operator, facts, data, named)
     if facts.written:
         _check_sizes(facts, originals)
     if facts.launches:
@@ -189,6 +188,18 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         for t in _tensors(out):
             machine.block_of(t, device_index)
     return wrap(out, originals, device_index)
+
+
+def _compute(
+    machine: SimulatedMachine, operator: Any, facts: OverloadFacts, data: list, named: dict
+) -> Any:
+    if machine.data != "meta":
+        return operator(*data, **named)
+    if operator in WITHOUT_META:
+        return None
+    if facts.launches:
+        return machine.meta_results.run(operator, data, named)
+    return operator(*data, **named)
 
 
 def _device_index_of(

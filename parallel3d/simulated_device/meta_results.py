@@ -1,0 +1,111 @@
+"""Remembers the shapes of results of operators on meta tensors, whose kernels are slow.
+
+Most meta kernels are Python and take longer than everything else the simulated device does for an
+operator. A step repeats the same operators with the same shapes in every layer, so each is run
+once, and its results are made directly from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel3d.private_names import storage_address
+
+
+class _New(NamedTuple):
+    """Describes a result with memory of its own."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+class _Unknown(Exception):
+    """Means that the results may depend on more than shapes."""
+
+
+class MetaResults:
+    """Runs operators on meta tensors, each only once for the same shapes and other arguments."""
+
+    def __init__(self) -> None:
+        # What an operator returns: new tensors, positions of arguments, or both in a tuple. None
+        # stands for operators that must always run.
+        self._known: dict[Any, tuple[Any] | None] = {}
+
+    def run(self, operator: Callable[..., Any], data: list[Any], named: dict[str, Any]) -> Any:
+        """Returns what `operator(*data, **named)` returns; the operator must be no view."""
+        try:
+            key = operator, _key(data), _key([*named.items()])
+            known = self._known.get(key)
+        except (_Unknown, TypeError):  # TypeError: an argument is not hashable
+            return operator(*data, **named)
+        if known is not None:
+            return _made(known[0], data)
+        out = operator(*data, **named)
+        if key not in self._known:
+            is_reshaped = _key(data) != key[1]  # by an operator such as transpose_
+            self._known[key] = None if is_reshaped else _described(out, data, named)
+        return out
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.dim() and not value.is_meta:
+            raise _Unknown
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_key, value))
+    return type(value), value  # 1, 1.0 and True are equal, but make different types
+
+
+def _made(description: Any, data: list[Any]) -> Any:
+    if isinstance(description, _New):
+        return description.make()
+    if isinstance(description, int):
+        return data[description]
+    if description is None:
+        return None
+    return tuple(_made(item, data) for item in description)
+
+
+def _described(out: Any, data: list[Any], named: dict[str, Any]) -> tuple[Any] | None:
+    """Returns the description of results, in a tuple; None if they cannot be made again."""
+    positions = {id(value): at for at, value in enumerate(data) if isinstance(value, Tensor)}
+    taken = {storage_address(t.untyped_storage()) for t in _tensors((data, *named.values()))}
+
+    def describe(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, Tensor):
+            if id(value) in positions:
+                return positions[id(value)]
+            storage = value.untyped_storage()
+            new = _New(value.shape, value.stride(), value.dtype)
+            address = storage_address(storage)
+            if address in taken or new.make().untyped_storage().nbytes() != storage.nbytes():
+                raise _Unknown
+            taken.add(address)
+            return new
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple(map(describe, value))
+        raise _Unknown
+
+    try:
+        return (describe(out),)
+    except _Unknown:
+        return None
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
