@@ -233,8 +233,6 @@ class Plan:
         file = self.config.cluster.file
         if file:
             said = scaled(read(file), file, self.config.model)
-            if self.config.moe.overlap:
-                said = f"{said} The table ignores that moe.overlap=true hides exchanges.".strip()
         else:
             said = TIMED if card_of(self.config)[0] in OWN_RATES else UNTIMED
         return " ".join(filter(None, (self.unplayed, said)))

@@ -614,10 +614,8 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
         # No kernel is launched while the host waits for the row counts.
         waits = np.where(work.ep > 1, 1e-6 * c["experts.wait_us"], 0.0)
         wire = parts["exchange of tokens"] - work.sparse * _passes(work) * waits
-        hidden = np.minimum(wire, computes)
-        # The first forward and the last backward have no other pass to overlap with.
-        share = work.overlap_ep * (1 - SENDING) * (1 - 1 / work.microbatches)
-        parts["exchange of tokens"] = parts["exchange of tokens"] - share * hidden
+        hidden = work.overlap_ep * hidden_seconds(wire, computes, work.microbatches)
+        parts["exchange of tokens"] = parts["exchange of tokens"] - hidden
     return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
 
 
@@ -796,6 +794,20 @@ def _passes(work: StepWork) -> Any:
 PASSES = ("mlp.dispatch", "mlp.combine")
 # Share of an H100's multiprocessors that NCCL takes from kernels that run at the same time.
 SENDING = 16 / 132
+
+
+def hidden_seconds(exchanges: Any, computes: Any, microbatches: Any) -> Any:
+    """Returns the seconds of exchanges of tokens that `moe.overlap` hides.
+
+    The first forward and the last backward have no other pass to overlap with, and exchanges slow
+    what computes beside them.
+
+    Args:
+        exchanges: seconds of the exchanges without overlap.
+        computes: seconds that the same layers compute.
+        microbatches: number of micro-batches in a step.
+    """
+    return (1 - SENDING) * (1 - 1 / microbatches) * np.minimum(exchanges, computes)
 
 
 def _host(work: StepWork, c: Constants) -> Any:

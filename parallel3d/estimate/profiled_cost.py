@@ -34,7 +34,7 @@ from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ExpertsConfig, ModelConfig
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
-from parallel3d.estimate.fitted_cost import EXPERTS, StepTime, sizes_of_model
+from parallel3d.estimate.fitted_cost import EXPERTS, StepTime, hidden_seconds, sizes_of_model
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import (
     LayoutChoice,
@@ -43,7 +43,7 @@ from parallel3d.estimate.search import (
     planned,
     ranked,
 )
-from parallel3d.estimate.traffic import group_size, transfers
+from parallel3d.estimate.traffic import OVERLAPPED, group_size, transfers
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
 from parallel3d.schedules.orders import StageAssignment
@@ -132,7 +132,8 @@ def tables_of(model: ModelConfig) -> dict[str, int]:
         found |= {f"{block_name(index)}.{way}": 2 for way in WAYS}
         found |= {recompute_name(part, index): 1 for part in PARTS}
     if model.num_experts:
-        # ep, tokens of a micro-batch with tp=1: seconds of a block as a share of those with ep=1
+        # ep, tokens of a micro-batch with tp=1: seconds of a block of the first kind with experts,
+        # as a share of those with the first ep, with which all blocks with experts were measured
         found |= {f"{SHARE_OF_EP}.{way}": 2 for way in WAYS}
         found |= {ALL_TO_ALL + way: 2 for way in ("", SHARED)}
     return found
@@ -311,6 +312,26 @@ def check_device(
 
 
 def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
+    """Returns notices that times are scaled or extrapolated, or "" if all were measured."""
+    notices = _of_other_blocks(machine, file, model), _of_other_ep(machine, file, model)
+    return " ".join(filter(None, notices))
+
+
+def _of_other_ep(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
+    """Returns a notice if blocks with all experts on a rank were not measured, else ""."""
+    if not (model.num_experts and machine.model.num_experts):
+        return ""
+    least = machine[f"{SHARE_OF_EP}.{WAYS[0]}"].axes[0][0]
+    if least == 1:
+        return ""
+    fewer = "ep=1" if least == 2 else f"ep below {least:g}"
+    return (
+        f"Times of {fewer} are extrapolated from those of ep={least:g} and more, because the "
+        f"device of cluster={plain(file)} had no memory for the experts of a smaller ep."
+    )
+
+
+def _of_other_blocks(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
     """Returns a notice that times are scaled if blocks differ from the measured ones, else ""."""
     measured, here = machine.model, layer_kinds(model)
     like = {kind: machine.nearest(kind) for kind in here}
@@ -374,7 +395,7 @@ def passes(
         ratio *= model.padded_vocab_size / here.padded_vocab_size
     found = np.array([machine[f"{name}.{way}"](config.tp, tokens) for way in WAYS])
     if kind is not None and kind.experts:
-        found = found + _more_on_ep_ranks(machine, config, name, tokens)
+        found = found + _more_on_ep_ranks(machine, config, tokens)
         found = found * (1 + _share_of_experts(model, kind) * (load - 1))
     return ratio * found
 
@@ -386,22 +407,45 @@ def _share_of_experts(model: ModelConfig, kind: LayerKind) -> float:
     return float(inside / flops(ops, model.seq_length))
 
 
-def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, tokens: int) -> Passes:
+def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, tokens: int) -> Passes:
     """Returns the seconds that expert parallelism adds to each pass of a block with experts.
 
     They are negative if expert parallelism saves time, because a rank then has fewer experts, each
-    with more rows. The change was measured relative to a block with tp=1, so it is scaled by the
-    seconds of such a block with one tensor-parallel rank's share of the tokens.
+    with more rows. The change was measured relative to a block of the first kind with experts at
+    tp=1 and the smallest ep, so it is scaled by the seconds of such a block with one
+    tensor-parallel rank's share of the tokens. Kinds of layers differ in their attention, which ep
+    does not change, so it adds the same seconds to a block of any kind with experts.
     """
     own = tokens / config.tp  # sequence parallelism splits the tokens
-    if config.ep == 1:
-        return np.zeros(len(WAYS))
+    first = next(index for index, kind in enumerate(machine.kinds) if kind.experts)
     return np.array(
         [
-            machine[f"{name}.{way}"](1, own) * (machine[f"{SHARE_OF_EP}.{way}"](config.ep, own) - 1)
+            machine[f"{block_name(first)}.{way}"](1, own)
+            * (machine[f"{SHARE_OF_EP}.{way}"](config.ep, own) - 1)
             for way in WAYS
         ]
     )
+
+
+def layer_passes(
+    machine: MeasuredMachine,
+    config: Config,
+    stage: StageBlueprint,
+    rank: PipelineRank,
+    load: float = 1.0,
+) -> Passes:
+    """Returns the seconds of each pass of the layers of a rank's stage, with recomputation."""
+    few, trained = rank.kinds_of(stage.backward), rank.trained_layers(stage)
+    parts = sorted(parts_of(config.recompute))  # so that all processes sum in the same order
+    found = np.zeros(3)
+    for of in rank.kinds_of(stage):
+        back = next((b for b in few if b.kind == of.kind), LayersOfKind(of.kind, 0, 0))
+        block = passes(machine, config, "block", of.kind, load)
+        index = machine.kinds.index(machine.nearest(of.kind))
+        again = sum(machine[recompute_name(part, index)](config.tp) for part in parts)
+        counts = of.layers, back.layers, trained * (of.layers / len(stage.layers))
+        found += counts * block + (0.0, back.recomputed * again * float(block[0]), 0.0)
+    return found
 
 
 def stage_passes(
@@ -416,17 +460,7 @@ def stage_passes(
     They include blocks, embedding, head, recomputation and the host's work per action, but not the
     gradients of frozen parameters.
     """
-    frozen, few = rank.blueprint.frozen, rank.kinds_of(stage.backward)
-    trained = rank.trained_layers(stage)
-    parts = sorted(parts_of(config.recompute))  # so that all processes sum in the same order
-    found = np.zeros(3)
-    for of in rank.kinds_of(stage):
-        back = next((b for b in few if b.kind == of.kind), LayersOfKind(of.kind, 0, 0))
-        block = passes(machine, config, "block", of.kind, load)
-        index = machine.kinds.index(machine.nearest(of.kind))
-        again = sum(machine[recompute_name(part, index)](config.tp) for part in parts)
-        counts = of.layers, back.layers, trained * (of.layers / len(stage.layers))
-        found += counts * block + (0.0, back.recomputed * again * float(block[0]), 0.0)
+    frozen, found = rank.blueprint.frozen, layer_passes(machine, config, stage, rank, load)
     found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"]
     if stage.first:
         found += passes(machine, config, "embedding") * (1.0, 1.0, WORD_TABLE not in frozen)
@@ -510,6 +544,10 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
 
     Communication is computed from `traffic.transfers`, and compute from the measured pieces. Half
     of the time of the tp, cp and ep collectives counts in the forward, and half in the backward.
+    On accelerators, `moe.overlap` hides exchanges of tokens behind the layers of another
+    micro-batch, but no exchange of counts, choices and weights. On CPUs it hides nothing, because
+    the cores that compute also copy the tokens.
+
     `load`: rows of the fullest rank's experts relative to the mean. Raises UserError for an
     impossible schedule or split of the layers.
     """
@@ -523,10 +561,13 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
     each, groups, crossings = np.zeros((assignment.stages, 3)), [], 0
     for rank in (PipelineRank(blueprint, index) for index in range(layout.pp)):
         seconds: dict[str, float] = defaultdict(float)
+        travels = 0.0
         for sent in transfers(config, layout, rank.index):
             if sent.dim == "ep" and sent.op == ALL_TO_ALL:  # the fullest rank receives more
                 sent = replace(sent, nbytes=round(received * sent.nbytes))
-            seconds[sent.dim] += sent_seconds(machine, rank, sent)
+            took = sent_seconds(machine, rank, sent)
+            seconds[sent.dim] += took
+            travels += took * (sent.what in OVERLAPPED)
             crossings += sent.count * (sent.dim == "pp")
         experts = sum(p.numel for p in rank.trained if p.expert) / rank.expert_shards
         others = sum(p.numel for p in rank.trained if not p.expert) / rank.shards
@@ -536,6 +577,10 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
             number = assignment.stage(rank.index, chunk)
             each[number] = stage_passes(machine, config, stage, rank, load)
             inside = seconds["tp"] + seconds["cp"] + seconds["ep"]
+            if blueprint.pipeline.overlaps and not machine.shares:
+                layers = float(layer_passes(machine, config, stage, rank, load).sum())
+                computes = count * layers + seconds["tp"] + seconds["cp"]
+                inside -= float(hidden_seconds(travels, computes, count))
             each[number, :2] += inside / (2 * count * assignment.chunks)
     reduced = [g["dp"] + g["dp_cp"] + g["edp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]

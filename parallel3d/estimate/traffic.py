@@ -31,6 +31,9 @@ from parallel3d.schedules.orders import StageAssignment
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 STATISTIC_BYTES = 4  # norms' statistics are fp32 or better
 WHOLE_BYTES = 8  # expert indices and token counts are int64
+# The exchanges of hidden states, which `moe.overlap` hides (experts/dispatch.py).
+TOKENS, RESULTS = "tokens of experts", "results of experts"
+OVERLAPPED = TOKENS, RESULTS
 
 
 def group_size(dim: str, layout: Layout) -> int:
@@ -169,13 +172,13 @@ def _dispatch(
         yield Transfer("ep", "all_to_all", choices, layers, "choices of experts")
         yield Transfer("ep", "all_to_all", weights, there + of_weights, "weights of experts")
         moved = there + back + of_tokens + of_results
-        yield Transfer("ep", "all_to_all", states, moved, "tokens of experts")
+        yield Transfer("ep", "all_to_all", states, moved, TOKENS)
         return
     yield Transfer("ep", "all_gather", choices, layers, "choices of experts")
     yield Transfer("ep", "all_gather", weights, there, "weights of experts")
     yield Transfer("ep", "reduce_scatter", weights, of_weights, "gradients of weights of experts")
-    yield Transfer("ep", "all_gather", states, there + of_results, "tokens of experts")
-    yield Transfer("ep", "reduce_scatter", states, back + of_tokens, "results of experts")
+    yield Transfer("ep", "all_gather", states, there + of_results, TOKENS)
+    yield Transfer("ep", "reduce_scatter", states, back + of_tokens, RESULTS)
 
 
 # `transfers` mirrors the code call by call, and `tests/distributed/test_traffic.py` compares it

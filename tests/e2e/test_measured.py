@@ -49,7 +49,8 @@ def test_plan_lists_layouts_of_experts_and_of_windows(
     given = f"cluster={FILE}", "cluster.gpus_per_node=4"
     windows = "model=llama_tiny", "model.layer_types=[sliding,full]", "model.sliding_window=64"
     # With ep=2 a stage has two ranks or more.
-    for keys, rows in ((("model=moe_tiny", "ep=2"), 5), (windows, 6)):
+    experts, overlap = ("model=moe_tiny", "ep=2"), "moe.overlap=true"
+    for keys, rows in ((experts, 5), ((*experts, overlap), 5), (windows, 6)):
         ended = answer(shell, capfd, "plan", *given, *keys)
         assert (ended.code, ended.err) == (0, "")
         assert "times are scaled by that, a guess" in ended.out
@@ -92,6 +93,8 @@ REFUSED = {
     "a folder": ("calibrate", ("calibrate.file=no/x.yaml",), "must lie in a folder .*x.yaml"),
     "an ending": ("calibrate", ("calibrate.file=x",), "must end in .yaml.*x.yaml"),
     "there already": ("calibrate", (f"calibrate.file={FILE}",), "exists already.*replace=true"),
+    "no memory": ("calibrate", ("model.hidden_size=131072", "calibrate.ranks=1"),
+                  "seq_length=.* must be less .* GiB .* are free; no length fits, so the nearest"),
     "fp64": ("calibrate", ("precision=fp64",), "precision=fp64 must be one of fp32, bf16"),
 }  # fmt: skip
 

@@ -12,22 +12,27 @@ import pytest
 
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import layout_of
-from parallel3d.blueprint.ops import layer_flops, layer_kinds
+from parallel3d.blueprint.ops import layer_flops, layer_kinds, ops_of
+from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, ExpertsConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.profiled_cost import (
+    WAYS,
     MeasuredMachine,
+    Table,
     check_experts_measured,
+    layer_passes,
     measured_sizes,
     passes,
     price_measured,
     read,
     scaled,
+    sent_seconds,
     step_time,
 )
-from parallel3d.estimate.search import LayoutChoice
-from parallel3d.estimate.traffic import transfers
+from parallel3d.estimate.search import LayoutChoice, planned
+from parallel3d.estimate.traffic import OVERLAPPED, RESULTS, transfers
 from tests.unit.estimate.measured_machine import MADE, MIXED, MODEL, RATE, machine, seconds
 
 ONE_CORE = dataclasses.replace(MADE, count=1)
@@ -89,6 +94,137 @@ def test_fewer_experts_with_more_rows_take_the_measured_difference(tp: int, ep: 
     for kind, gained in ((DENSE, 1.0), (SPARSE, ep**-0.5)):
         plain = layer_flops(MIXED, kind=kind) * own / RATE
         assert passes(here, made, "block", kind) == pytest.approx(plain * gained, rel=1e-6)
+
+
+# Three kinds: layers with an MLP, and layers with experts with and without a window.
+SPARSE_KINDS = dataclasses.replace(MIXED, num_layers=6, dense_layers=[0])
+
+
+def test_kinds_with_experts_differ_in_attention_alone() -> None:
+    """The effect of ep on one kind is therefore that on every kind."""
+    kinds = [kind for kind in layer_kinds(SPARSE_KINDS) if kind.experts]
+    assert len(kinds) == 2
+    for tp, ep, sp in product((1, 2), (1, 2, 4), (False, True)):
+        for settings in (ExpertsConfig(), ExpertsConfig(dispatch="gather")):
+            one, other = (
+                [
+                    op
+                    for op in ops_of(
+                        SPARSE_KINDS, kind, tp, sp, frozenset(), ep=ep, settings=settings
+                    ).plain
+                    if op.name != "attention"
+                ]
+                for kind in kinds
+            )
+            assert one == other
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 2), (1, 4), (2, 4)])
+def test_ep_adds_the_same_seconds_to_each_kind_with_experts(least: int, tp: int, ep: int) -> None:
+    """A block is the sum of an attention, which depends on its kind, and of experts.
+
+    `least`: the smallest ep that was measured, which is that of all blocks.
+    """
+    model = SPARSE_KINDS
+
+    def experts(ep: float, tokens: float) -> float:
+        return 1e-6 * tokens / ep**0.5
+
+    def attention(index: int, tp: float, tokens: float) -> float:
+        return (1 + index) * 1e-6 * tokens / tp
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        if name.startswith("experts"):
+            block = (attention(1, 1, at[1]) + experts(n, at[1]) for n in (at[0], least))
+            return next(block) / next(block)
+        if name.startswith("block"):
+            index = int(name.split(".")[1]) if name.count(".") == 2 else 0
+            return attention(index, *at) + (index > 0) * experts(least, at[1] / at[0])
+        return alone(name, at, model)
+
+    here = machine(of, model=model)
+    if least > 1:  # the table begins with ep = `least`
+        tables = dict(here.tables)
+        for way in WAYS:
+            axes = (2.0, 4.0), here[f"experts.{way}"].axes[1]
+            points = tuple(of("experts", at) for at in product(*axes))
+            tables[f"experts.{way}"] = Table(axes, points)
+        here = dataclasses.replace(here, tables=tables)
+    made = config(model, tp=tp, sp=tp > 1, dp=4, ep=ep)
+    for index, kind in enumerate(layer_kinds(model)):
+        wanted = attention(index, tp, 256) + kind.experts * experts(ep, 256 / tp)
+        # Prices of an ep that was not measured are extrapolated.
+        close = 1e-6 if ep >= least else 0.2
+        assert passes(here, made, "block", kind) == pytest.approx(wanted, rel=close)
+    said = scaled(here, "here.yaml", model)
+    assert ("of ep=1 are extrapolated from those of ep=2" in said) == (least == 2), said
+
+
+# Overlap needs a table of its own for the head.
+UNTIED = dataclasses.replace(MIXED, tie_embeddings=False)
+
+
+def on_gpu(name: str, at: tuple[float, ...], exchange: float) -> float:
+    """Returns a machine on which a byte of an exchange takes `exchange` seconds."""
+    if name.removesuffix(".shared") in ("all_to_all", "all_gather", "reduce_scatter"):
+        return exchange * at[1]
+    return alone(name, at)
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "gather"])
+@pytest.mark.parametrize(
+    ("exchange", "recompute"), [(1e-12, "none"), (1e-12, "full"), (1e-3, "none")]
+)
+def test_overlap_hides_exchanges_behind_the_layers_of_another_micro_batch(
+    dispatch: str, exchange: float, recompute: str
+) -> None:
+    """Exchanges of choices and weights, and of the first and the last pass, are not hidden."""
+    gpus = dataclasses.replace(MADE, device="cuda", count=4)
+    here = machine(partial(on_gpu, exchange=exchange), gpus, UNTIED, **{"launch.action": 1e-12})
+    made = config(UNTIED, dp=4, ep=4, dispatch=dispatch, recompute=recompute, global_batch_size=16)
+    layout, rank = layout_of(made), PipelineRank(planned(made), 0)
+    sent = [t for t in transfers(made, layout, 0) if t.dim == "ep"]
+    states = [t for t in sent if t.nbytes > 4096 * 8]
+    assert {t.what for t in states} == {*OVERLAPPED} - (
+        {RESULTS} if dispatch == "all_to_all" else set()
+    )
+    travels = sum(sent_seconds(here, rank, t) for t in states)
+    layers = 4 * float(layer_passes(here, made, rank.stages[0], rank).sum())
+    assert (travels > layers) == (exchange == 1e-3), "each of them is the shorter one once"
+    overlaps = dataclasses.replace(made, moe=dataclasses.replace(made.moe, overlap=True))
+    plain, less = (step_time(check_config(c, 4, own_samples=True), here) for c in (made, overlaps))
+    wanted = (1 - 16 / 132) * 3 / 4 * min(travels, layers)
+    assert plain.compute - less.compute == pytest.approx(wanted, rel=1e-6)
+    assert plain.total - less.total == pytest.approx(wanted, rel=1e-6)
+
+
+def test_overlap_hides_nothing_on_cpus_or_with_a_single_micro_batch() -> None:
+    gpus = dataclasses.replace(MADE, device="cuda", count=4)
+    for made, batch in ((MADE, 16), (gpus, 4)):
+        here = machine(partial(on_gpu, exchange=1e-9), made, UNTIED)
+        one, other = (config(UNTIED, dp=4, ep=4, global_batch_size=batch) for _ in range(2))
+        other.moe.overlap = True
+        assert step_time(one, here).total == pytest.approx(step_time(other, here).total)
+
+
+def test_a_layout_with_overlap_moves_up_in_the_ranking() -> None:
+    """Experts of a rank alone are slower here than those of several ranks that overlap."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        if name.startswith("experts"):
+            return at[0] ** -0.15
+        return on_gpu(name, at, 3e-9)
+
+    here = machine(of, dataclasses.replace(MADE, device="cuda", count=4), UNTIED)
+    choices = [LayoutChoice(1, 1, 1, 4, 1, "1f1b", "none", 0, 1, ep) for ep in (1, 4)]
+    best = []
+    for overlap in (False, True):
+        made = config(UNTIED, global_batch_size=32)
+        made.cluster.file, made.moe.overlap = "here.yaml", overlap
+        priced = price_measured(choices, measured_sizes(made, here, 4), made, here)
+        best.append(choices[priced.order[0]].ep)
+    assert best == [1, 4]
 
 
 @pytest.mark.parametrize(("ep", "load", "counts"), [(1, 3.0, 1.0), (2, 1.5, 1.5), (4, 9.0, 4.0)])
