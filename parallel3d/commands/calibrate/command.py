@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel3d.blueprint.checks import check_groups
 from parallel3d.blueprint.keys import CONFLICTS
@@ -16,10 +17,13 @@ from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.errors import UserError
 from parallel3d.experts.checks import check_experts
 from parallel3d.host.devices import CPU, DeviceChoice, choose_device
-from parallel3d.host.quotas import available_cores
+from parallel3d.host.quotas import available_cores, available_memory
 from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.run.checks import check_run_name
 from parallel3d.topology.assumptions import chosen_keys
+
+if TYPE_CHECKING:
+    from parallel3d.commands.calibrate.pieces import Extent, Pieces
 
 CALIBRATE = "calibrate"
 PER_CORE, LEAST_RANKS, MOST_RANKS = 4, 8, 64
@@ -63,7 +67,32 @@ def calibrate_config(
         near = 1 << (ranks.bit_length() - 1)
         raise UserError(f"calibrate.ranks={ranks} must be a power of two; the nearest is {near}")
     written_to(config)
-    return replace(config, tp=1, pp=1, cp=1, ep=1, dp=ranks)
+    config = replace(config, tp=1, pp=1, cp=1, ep=1, dp=ranks)
+    if kind == CPU:  # on accelerators, the ranks find their free memory
+        check_memory(config, kind, ranks, ranks, available_memory())
+    return config
+
+
+def check_memory(
+    config: CommandConfig, device: str, ranks: int, sharing: int, room: float
+) -> tuple[Extent, Pieces, str]:
+    """Returns the pieces that fit into memory, and a sentence on those that do not fit, or "".
+
+    The pieces are those that rank 0 times, and those that all ranks hold at once. Raises UserError
+    if not even the smallest pieces fit.
+
+    Args:
+        config: the configuration of the measuring ranks.
+        device: type of the ranks' device.
+        ranks: number of ranks, which is the size of the largest group.
+        sharing: number of ranks that share the memory.
+        room: bytes of free memory.
+    """
+    # The planner takes a fifth of a second to import, and no other subcommand needs it to start.
+    from parallel3d.commands.calibrate.pieces import fitting, fitting_on_all
+
+    extent, left_out = fitting(config, device, ranks, room)
+    return extent, fitting_on_all(config, device, sharing, room, extent), left_out
 
 
 def _usual(device: DeviceChoice) -> int:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gc
 import os
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import LayerKind, layer_kinds
+from parallel3d.blueprint.ops import layer_kinds
 from parallel3d.comm import collectives as collective
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
@@ -36,10 +38,19 @@ from parallel3d.comm.mirrored import MirroredPeers
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.measure import BenchOperation, Site, prepare
-from parallel3d.commands.calibrate.command import written_to
+from parallel3d.commands.calibrate.command import check_memory, written_to
+from parallel3d.commands.calibrate.pieces import (
+    MOST_SIZES,
+    TOGETHER,
+    Extent,
+    Pieces,
+    powers_of_two,
+    tensor_sizes,
+    whole_extent,
+)
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.schema import ModelConfig
-from parallel3d.config.values import PARTS, parts_of
+from parallel3d.config.values import parts_of
 from parallel3d.data.loader import MicroBatch
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
@@ -59,7 +70,7 @@ from parallel3d.estimate.profiled_cost import (
 from parallel3d.experts.balance import Balance
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import device_name
-from parallel3d.host.quotas import available_cores, memory_in_all
+from parallel3d.host.quotas import available_cores, available_memory, memory_in_all
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.parallelize import data_parallel_engine
@@ -90,10 +101,11 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
     set_matmul_precision(config.precision)
     tell = _teller(worker)
     numbers = memory_of(device)
-    tables = collectives(config, device, tell) | slowing(config, device, tell)
+    extent, on_all = pieces_that_fit(config, worker, device)
+    tables = collectives(config, device, tell) | slowing(config, device, tell, on_all)
     if worker.rank == 0:  # the other ranks wait idle, so that they do not disturb rank 0
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
-        found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell)
+        found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell, extent)
         made, path = provenance(config, device), written_to(config)
         machine = MeasuredMachine(made, config.model, tables | found, numbers)
         replace_durably(path, machine.text().encode())
@@ -104,6 +116,25 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
         else:
             worker.store.wait([MEASURED_KEY], datetime.timedelta(days=1))
     return 0
+
+
+def pieces_that_fit(
+    config: CommandConfig, worker: Worker, device: torch.device
+) -> tuple[Extent, Pieces]:
+    """Returns the pieces that rank 0 times, and those that all ranks hold at once.
+
+    If not all pieces fit into memory, rank 0 prints a sentence. Raises UserError on every rank if
+    not even the smallest fit.
+    """
+    free, sharing = available_memory(), worker.local_world_size
+    if accelerator.is_accelerator(device):
+        free, sharing = accelerator.module(device).mem_get_info(device)[0], 1
+        free = max(0.0, free - 1e9 * config.dryrun.reserve_gb)
+    room = min(all_gather_json(free, dist.group.WORLD, device))
+    extent, on_all, left_out = check_memory(config, device.type, worker.world_size, sharing, room)
+    if left_out and worker.rank == 0:
+        print_line(left_out)
+    return extent, on_all
 
 
 def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource:
@@ -179,11 +210,6 @@ def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: flo
         )
 
 
-def powers_of_two(most: int) -> list[int]:
-    """Returns the powers of two from 1 to `most`."""
-    return [1 << i for i in range(most.bit_length())]
-
-
 def clock_of(device: torch.device) -> Callable[[], float]:
     """Returns the clock that times work on the device, in seconds.
 
@@ -213,13 +239,6 @@ def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tupl
 
 
 # The pieces of a model are measured by running pipeline stages in one process.
-BLOCKS = 4  # number of blocks in a stage: enough that their weights do not fit into a cache
-# Micro-batch sizes to measure. Sizes above 2 are skipped if they exceed the global batch size.
-MICRO_BATCHES = (1, 2, 4, 16)
-TOGETHER = 2  # number of micro-batches per run of the executor
-# number of blocks in a stage for timing ep, since the device holds a model for each ep at once
-FEW_BLOCKS = 2
-MOST_SIZES = 3  # maximum number of micro-batch sizes that are measured with ep > 1
 RUN_S, MOST_RUNS = 0.4, 8  # limits on the seconds and runs for one setting in one pass
 LONG_S = 8.0  # if a micro-batch size takes more seconds than this, no larger one is measured
 
@@ -231,115 +250,36 @@ class WorkTimes(ActionTimes):
         return super()._now() if accelerator.is_accelerator(self.device) else time.process_time()
 
 
-def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
-    """Returns the model with the sizes that one of `tp` tensor-parallel ranks holds."""
-    return dataclasses.replace(
-        model,
-        num_attention_heads=model.num_attention_heads // tp,
-        num_query_groups=max(1, model.kv_heads // tp),
-        head_dim=model.head_size,
-        ffn_hidden_size=model.ffn_size // tp,
-        vocab_size=model.padded_vocab_size // tp,
-        vocab_multiple=1,
-    )
-
-
-def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
-    """Returns `model` with all of its layers replaced by layers of one kind."""
-    layer = next(n for n in range(model.num_layers) if LayerKind.of(model, n) == kind)
-    types = model.layer_types
-    return dataclasses.replace(
-        model,
-        layer_types=types and [types[layer % len(types)]],
-        num_experts=model.num_experts if kind.experts else 0,
-        dense_layers=[],
-    )
-
-
-def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
-    """Returns the values of tp, up to `most`, that the sizes of the model allow."""
-    sizes, kv = [model.num_attention_heads, model.padded_vocab_size], model.kv_heads
-    if len(model.expert_layers) < model.num_layers:
-        sizes.append(model.ffn_size)
-    if model.num_experts:  # with experts, tp also divides the sequence
-        sizes += [model.seq_length, model.shared_expert_size]
-    return [
-        tp
-        for tp in range(1, most + 1)
-        if not any(size % tp for size in sizes) and not (kv % tp and tp % kv)
-    ]
-
-
 def mirrored_group(name: str, size: int) -> Group:
     """Returns a group of this process as rank 0 and `size` - 1 simulated ranks that mirror it."""
     mirror = MirroredPeers(size) if size > 1 else None
     return Group(name, tuple(range(size)), 0, None, mirror=mirror)
 
 
-class Blocks(NamedTuple):
-    """Describes a stage of blocks of one kind, and names the parts that they recompute."""
-
-    kind: LayerKind
-    recompute: Collection[str] = ()
-
-
 class ModelPieces:
-    """Runs and times a pipeline on one rank: the embedding, stages of blocks, and the head.
-
-    If tp > 1, a model with experts runs with sequence parallelism and simulated peers. Any other
-    model is reduced to the sizes of one tensor-parallel rank and runs without peers.
+    """Runs and times a pipeline of pieces on one rank; its memory is freed at the end of a `with`.
 
     Args:
         config: the configuration with the model.
-        size: number of samples in a micro-batch.
+        pieces: the sizes and the stages of the pipeline.
         device: the device of all stages.
-        stages: the stages between the embedding and the head; by default, one for each kind of
-            layer.
-        tp: the tensor-parallel size.
-        ep: the expert-parallel size.
-        most_blocks: maximum number of blocks in a stage.
     """
 
-    def __init__(
-        self,
-        config: CommandConfig,
-        size: int,
-        device: torch.device,
-        stages: Sequence[Blocks] = (),
-        *,
-        tp: int = 1,
-        ep: int = 1,
-        most_blocks: int = BLOCKS,
-    ) -> None:
-        dtype, groups = compute_dtype(config.precision), ProcessGroups.single()
-        sp = config.model.num_experts > 0 and tp > 1
-        model = config.model if sp else shard_of(config.model, tp)
-        config = dataclasses.replace(
-            config,
-            model=model,
-            micro_batch_size=size,
-            recompute="none",
-            sp=sp,
-            tensor_parallel=dataclasses.replace(config.tensor_parallel, chunks=1),
-            moe=dataclasses.replace(config.moe, routing="balanced"),
-        )
+    def __init__(self, config: CommandConfig, pieces: Pieces, device: torch.device) -> None:
+        stages = pieces.stages(config.model)
+        config, size = pieces.configured(config, device.type), pieces.size
+        dtype, groups, model = compute_dtype(config.precision), ProcessGroups.single(), config.model
         initializer = Initializer(
             config.seed, torch.promote_types(dtype, torch.float32), device, deferred=True
         )
-        of_tp = mirrored_group("tp", tp) if sp else groups.tp
-        usual = BuildContext.of_run(
-            Blueprint.of(config), initializer, of_tp, ep=mirrored_group("ep", ep)
-        )
+        of_tp, of_ep = mirrored_group("tp", config.tp), mirrored_group("ep", config.ep)
+        usual = BuildContext.of_run(Blueprint.of(config), initializer, of_tp, ep=of_ep)
         self.device = device
         made = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
-        kinds, begin = layer_kinds(model), 0
-        self.stages = [*stages] or [Blocks(kind) for kind in kinds]
-        self.counts = [min(most_blocks, kinds[blocks.kind]) for blocks in self.stages]
-        for blocks, count in zip(self.stages, self.counts, strict=True):
+        self.counts = [len(layers) for _, layers in stages]
+        for blocks, layers in stages:
             context = dataclasses.replace(usual, recompute=parts_of(tuple(blocks.recompute)))
-            layers = range(begin, begin + count)
-            made.append(Stage(of_kind(model, blocks.kind), layers, False, False, context))
-            begin += count
+            made.append(Stage(model, layers, False, False, context))
         made.append(Stage(model, range(0), False, True, usual, made[0], True))
         self.engine = data_parallel_engine(
             DataParallelSettings.of(config), made, initializer, dtype, groups
@@ -360,6 +300,14 @@ class ModelPieces:
         samples = torch.arange(size, device=device)
         self.batch = MicroBatch(tokens, tokens, mask, samples, None, balance)
         self.scale = torch.tensor(1.0 / tokens.numel(), device=device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The engine and the stages refer to each other.
+        vars(self).clear()
+        gc.collect()
 
     def run(self) -> dict[str, float]:
         """Runs a step of two micro-batches and returns the seconds of its parts.
@@ -419,11 +367,6 @@ def _balance(config: CommandConfig, size: int, device: torch.device, tp: Group) 
     return Balance(samples, None, None, lengths, aux, z, sequence)
 
 
-def expert_sizes(model: ModelConfig, most: int) -> list[int]:
-    """Returns the values of ep to measure: powers of two up to `most` that divide num_experts."""
-    return [ep for ep in powers_of_two(most) if model.num_experts % ep == 0]
-
-
 def lower_quartile(seconds: Iterable[float]) -> float:
     """Returns the lower quartile of the times, which is typical of an undisturbed step.
 
@@ -435,16 +378,17 @@ def lower_quartile(seconds: Iterable[float]) -> float:
 
 
 def pieces(
-    config: CommandConfig, device: torch.device, most: int, tell: Tell
+    config: CommandConfig, device: torch.device, most: int, tell: Tell, extent: Extent | None = None
 ) -> tuple[dict[str, Table], float]:
     """Measures the pieces of the model for every tp and several micro-batch sizes, in passes.
 
     The pieces are the blocks, the embedding, the head and the optimizer's update. Blocks with
     experts are also measured for every ep. `most` is the largest number of ranks in a group.
+    `extent` limits the pieces; None stands for all of them.
     Returns the tables by name, and the seconds between two actions.
     """
     found: dict[str, dict[Point, list[float]]] = {}  # seconds of all runs by table and grid point
-    sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
+    extent = whole_extent(config) if extent is None else extent
     length, kinds = config.model.seq_length, layer_kinds(config.model)
 
     def keep(name: str, point: Point, seconds: Iterable[float]) -> None:
@@ -456,40 +400,39 @@ def pieces(
         return runs
 
     for number, tp in product(range(config.calibrate.passes), tensor_sizes(config.model, most)):
-        for place, size in enumerate(sizes):
+        for place, size in enumerate(extent.sizes):
             tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
             begun, at = time.perf_counter(), (tp, size * length)
-            model = ModelPieces(config, size, device, tp=tp)
-            runs = timed(model)
+            with ModelPieces(config, extent.of_size(size, tp), device) as model:
+                runs, counts = timed(model), [1, *model.counts, 1]
             names = ["embedding", *(block_name(i) for i in range(len(kinds))), "head"]
-            for chunk, (name, count) in enumerate(zip(names, [1, *model.counts, 1], strict=True)):
+            for chunk, (name, count) in enumerate(zip(names, counts, strict=True)):
                 for way, kind in zip(WAYS, "FIW", strict=True):
                     keep(f"{name}.{way}", at, (run[f"{kind}{chunk}"] / count for run in runs))
             keep("action", (), (run["action"] for run in runs))
             long = time.perf_counter() - begun > LONG_S
             if number == 0 and tp == 1 and place and long:
-                sizes = sizes[: place + 1]
+                extent = dataclasses.replace(extent, sizes=extent.sizes[: place + 1])
                 break
         for index, kind_of_layer in enumerate(kinds):
             tell(f"tp={tp}, recomputation, pass {number + 1}")
-            ways = [Blocks(kind_of_layer), *(Blocks(kind_of_layer, (part,)) for part in PARTS)]
-            # Each stage holds all experts of its blocks, so the six stages have one block each.
-            few = 1 if kind_of_layer.experts else BLOCKS
-            runs = timed(ModelPieces(config, sizes[1], device, ways, tp=tp, most_blocks=few))
-            for chunk, part in enumerate(PARTS, 2):
-                more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
-                # The median is used because noise can make a single difference far too small.
-                keep(recompute_name(part, index), (tp,), [max(statistics.median(more), 1e-3)])
+            for parts, recomputing in extent.of_recomputation(kind_of_layer, tp):
+                with ModelPieces(config, recomputing, device) as model:
+                    runs = timed(model)
+                for chunk, part in enumerate(parts, 2):
+                    more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
+                    # The median is used because noise can make a single difference far too small.
+                    share = max(statistics.median(more), 1e-3)
+                    keep(recompute_name(part, index), (tp,), [share])
         if tp > 1 or not config.model.num_experts:
             continue
-        sparse = next(Blocks(kind) for kind in kinds if kind.experts)
-        for size in sizes[:MOST_SIZES]:
+        for size in extent.sizes[:MOST_SIZES]:
             tell(f"experts micro_batch_size={size}, pass {number + 1}")
-            every = runs_of_experts(config, size, device, sparse, most)
+            every = runs_of_experts(config, extent.of_experts(config.model, size, most), device)
             for ep, (elements, runs) in every.items():
                 keep("update", (elements,), (run["update"] for run in runs))
                 for way, kind in zip(WAYS, "FIW", strict=True):
-                    pairs = zip(runs, every[1][1], strict=True)
+                    pairs = zip(runs, every[extent.ep][1], strict=True)
                     keep(
                         f"{SHARE_OF_EP}.{way}",
                         (ep, size * length),
@@ -504,20 +447,20 @@ def pieces(
 
 
 def runs_of_experts(
-    config: CommandConfig, size: int, device: torch.device, blocks: Blocks, most: int
+    config: CommandConfig, every: Mapping[int, Pieces], device: torch.device
 ) -> dict[int, tuple[int, list[dict[str, float]]]]:
-    """Runs a pipeline of `blocks` with experts for each ep, in turns.
+    """Runs the pieces of each ep in turns.
 
     Returns, for each ep, the number of parameters and the seconds of the runs.
     """
-    models = {
-        ep: ModelPieces(config, size, device, [blocks], ep=ep, most_blocks=FEW_BLOCKS)
-        for ep in expert_sizes(config.model, most)
-    }
-    every = in_turns([*models.values()])
-    return {
-        ep: (model.elements, runs) for (ep, model), runs in zip(models.items(), every, strict=True)
-    }
+    with ExitStack() as held:
+        models = {
+            ep: held.enter_context(ModelPieces(config, pieces, device))
+            for ep, pieces in every.items()
+        }
+        numbers = {ep: model.elements for ep, model in models.items()}
+        runs = in_turns([*models.values()])
+    return {ep: (numbers[ep], each) for ep, each in zip(numbers, runs, strict=True)}
 
 
 def table_of(points: dict[Point, float]) -> Table:
@@ -596,16 +539,23 @@ def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
     return partial(collective.all_to_all_uneven, tensor, group, even, even, most)
 
 
-def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
+def slowing(
+    config: CommandConfig, device: torch.device, tell: Tell, pieces: Pieces
+) -> dict[str, Table]:
     """Measures blocks on several ranks at once, and on one rank with several threads.
 
     Returns two tables of relative times. `together` gives, by the number of busy ranks, the time
     relative to that of one rank alone, at least 1. `threads` gives, by the number of threads, the
     time relative to that of one thread, at most 1. On CPUs `together` is a ratio of CPU seconds,
-    which grow because busy ranks compete for caches. The call is collective.
+    which grow because busy ranks compete for caches. Every rank holds `pieces`. The call is
+    collective.
     """
+    with ModelPieces(config, pieces, device) as model:
+        return _slowing(device, tell, model.run)
+
+
+def _slowing(device: torch.device, tell: Tell, run: Run) -> dict[str, Table]:
     on_gpu = accelerator.is_accelerator(device)
-    run = ModelPieces(config, 1, device).run
     times: dict[Point, float] = {}
     counts = powers_of_two(dist.get_world_size())
     for count, turn in product(counts, range(TURNS)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,14 @@ import torch.distributed as dist
 from parallel3d.blueprint.ops import LayerKind, layer_kinds
 from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.commands.calibrate import measure
+from parallel3d.commands.calibrate.pieces import (
+    Blocks,
+    Extent,
+    Pieces,
+    expert_sizes,
+    shard_of,
+    tensor_sizes,
+)
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate import profiled_cost
@@ -44,33 +53,32 @@ MIXED = dataclasses.replace(
 def test_a_shard_holds_the_parameters_of_a_tensor_rank(tp: int) -> None:
     """Compares sizes with `stage_parameters`, which estimate/test_traffic.py compares with the
     model."""
-    shard = stage_parameters(measure.shard_of(MODEL, tp), 1, range(2), True, True)
+    shard = stage_parameters(shard_of(MODEL, tp), 1, range(2), True, True)
     rank = stage_parameters(MODEL, tp, range(2), True, True)
     assert [p.numel for p in shard] == [p.numel for p in rank]
 
 
 def test_calibrated_tp_sizes_are_those_that_a_run_allows() -> None:
     model = ModelConfig(hidden_size=120, num_attention_heads=12, num_query_groups=6, vocab_size=384)
-    assert measure.tensor_sizes(model, 12) == [1, 2, 3, 6, 12]
-    assert measure.tensor_sizes(model, 4) == [1, 2, 3]
+    assert tensor_sizes(model, 12) == [1, 2, 3, 6, 12]
+    assert tensor_sizes(model, 4) == [1, 2, 3]
 
 
 def test_with_experts_tensor_ranks_divide_tokens_and_the_shared_expert() -> None:
-    assert measure.tensor_sizes(MIXED, 4) == [1, 2, 4]
-    assert measure.tensor_sizes(dataclasses.replace(MIXED, seq_length=18), 4) == [1, 2]
-    assert measure.tensor_sizes(dataclasses.replace(MIXED, shared_expert_size=18), 4) == [1, 2]
+    assert tensor_sizes(MIXED, 4) == [1, 2, 4]
+    assert tensor_sizes(dataclasses.replace(MIXED, seq_length=18), 4) == [1, 2]
+    assert tensor_sizes(dataclasses.replace(MIXED, shared_expert_size=18), 4) == [1, 2]
     # Nobody has an ordinary MLP.
     every = dataclasses.replace(MIXED, ffn_hidden_size=49, dense_layers=[])
-    assert measure.tensor_sizes(every, 4) == [1, 2, 4]
-    assert measure.expert_sizes(dataclasses.replace(MIXED, num_experts=12), 8) == [1, 2, 4]
+    assert tensor_sizes(every, 4) == [1, 2, 4]
+    assert expert_sizes(dataclasses.replace(MIXED, num_experts=12), 8) == [1, 2, 4]
 
 
 def test_each_kind_of_layer_is_a_stage_of_its_own_blocks() -> None:
     config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
-    pieces = measure.ModelPieces(config, 1, CPU)
+    pieces = measure.ModelPieces(config, Pieces(1), CPU)
     kinds = [*layer_kinds(MIXED)]
-    assert [blocks.kind for blocks in pieces.stages] == kinds and len(kinds) == 4
-    assert pieces.counts == [1] * 4
+    assert len(kinds) == 4 and pieces.counts == [1] * 4
     stages: list[Stage] = pieces.executor.stages[1:-1]  # type: ignore[assignment]
     for kind, stage in zip(kinds, stages, strict=True):
         (block,) = stage.blocks.values()
@@ -87,8 +95,8 @@ def test_one_rank_of_several_holds_its_share_of_experts_and_rows(
 ) -> None:
     config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
     config.moe.dispatch = dispatch
-    sparse = [measure.Blocks(kind) for kind in layer_kinds(MIXED) if kind.experts][:1]
-    pieces = measure.ModelPieces(config, 2, CPU, sparse, tp=tp, ep=ep)
+    sparse = [Blocks(kind) for kind in layer_kinds(MIXED) if kind.experts][:1]
+    pieces = measure.ModelPieces(config, Pieces(2, (*sparse,), tp, ep), CPU)
     held = stage_parameters(MIXED, tp, range(2, 3), True, True, ep=ep)
     assert pieces.elements == sum(p.numel for p in held)
     rows = Counter[int]()
@@ -116,8 +124,8 @@ def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
 def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None:
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
     kind = LayerKind.of(MODEL, 0)
-    stages = [measure.Blocks(kind), measure.Blocks(kind, ("layer",))]
-    pieces = measure.ModelPieces(config, 1, CPU, stages)
+    stages = Blocks(kind), Blocks(kind, ("layer",))
+    pieces = measure.ModelPieces(config, Pieces(1, stages), CPU)
     assert pieces.elements == sum(p.numel for p in stage_parameters(MODEL, 1, range(4), True, True))
     actions = {f"{kind}{chunk}" for kind in "FIW" for chunk in range(4)}
     for times in pieces.runs():
@@ -155,11 +163,43 @@ def test_blocks_with_experts_are_timed_for_every_ep_and_kind() -> None:
     assert tables["experts.input"](1, 16) == pytest.approx(1), "shares of the time with ep=1"
 
 
+@pytest.mark.slow
+def test_experts_that_do_not_fit_on_a_rank_are_timed_from_a_larger_ep_on() -> None:
+    """All blocks with experts are those of a rank with ep=2, and so the shares begin with it."""
+    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
+    config.calibrate.passes = 1
+    built = Counter[tuple[int, int, int]]()
+
+    class Built(measure.ModelPieces):
+        def __init__(self, config: CommandConfig, pieces: Pieces, device: torch.device) -> None:
+            super().__init__(config, pieces, device)
+            built[pieces.tp, pieces.ep, max(self.counts)] += 1
+
+    with patch.multiple(measure, MOST_RUNS=1, ModelPieces=Built):
+        extent = Extent((1, 2), blocks=1, ep=2)
+        tables, _ = measure.pieces(config, CPU, 4, lambda _: None, extent)
+    assert {key[1:] for key in built} == {(2, 1), (4, 1)}
+    assert tables["experts.input"].axes == ((2, 4), (16, 32))
+    assert tables["experts.input"](2, 16) == pytest.approx(1), "shares of the time with ep=2"
+    assert tables["block.3.weight"].axes == ((1, 2, 4), (16, 32))
+
+
+def test_the_memory_of_pieces_is_freed_after_them() -> None:
+    """The next pieces would not fit beside them."""
+    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
+    with measure.ModelPieces(config, Pieces(1), CPU) as pieces:
+        pieces.run()
+        held = [weakref.ref(p) for p in pieces.engine.parameters.values()]
+        assert all(ref() is not None for ref in held)
+    assert all(ref() is None for ref in held)
+
+
 def test_other_ranks_wait_for_rank_0_at_the_store() -> None:
     """The other ranks do not wait in a collective, whose time-out is shorter than rank 0's work."""
     store = dist.HashStore()
     worker = Worker(1, 1, 2, 2, Path(), "local", store=store)
     with (
+        patch.object(measure, "pieces_that_fit", lambda *_: (None, None)),
         patch.object(measure, "collectives", lambda *_: {}),
         patch.object(measure, "slowing", lambda *_: {}),
         ThreadPoolExecutor() as threads,
