@@ -34,7 +34,7 @@ from parallel3d.text import count
 LEFT_OUT: Final = {
     "checksums": CHECKSUMS,
     "unfinished or old copies": UNFINISHED,
-    "images, sound, fonts or compiled": ASSETS,
+    "images, sound, fonts or compiled files": ASSETS,
 }
 _ABOUT = re.compile(
     r"(read[-_]?me|licen[sc]e|copying)s?([-_. ][\w.-]*)?|"
@@ -175,7 +175,7 @@ def _no_document(below: str) -> str | None:
     *folders, name = below.split("/")
     end = endings(name)[0]
     if any(_MARKS.fullmatch(part) for part in (*folders, name)):
-        return "marks and checksums"
+        return "marker files and checksums"
     for why, table in LEFT_OUT.items():
         if os.path.splitext(name)[1].lower() in table or end in table:
             return why
@@ -210,8 +210,8 @@ def _check_cache(files: Iterable[str]) -> None:
     for there in found.values():
         if len(there) == 2:
             raise NotTaken(
-                "is a cache of the hub, which holds each file twice: give a snapshot in it, such "
-                f"as {plain(there['snapshots'])}"
+                "is a cache of the Hugging Face hub and holds each file twice: give one of its "
+                f"snapshots, such as {plain(there['snapshots'])}"
             )
 
 
@@ -233,13 +233,13 @@ def _leave_out_splits(
     if held_out:
         raise NotTaken(
             f"holds files to train on ({_some(others)}) and held-out ones ({_some(held)}): name "
-            "those to evaluate, or a glob of them"
+            "the files to evaluate, or a glob that matches only them"
         )
     for name in held:
         del taken[name]
         why = (
-            f"named {splits[name]}, not trained on unless it is named, or matched by a glob "
-            "with that word"
+            f"named {splits[name]} (to train on such files, name them, or give a glob with that "
+            "word)"
         )
         left_out.setdefault(why, []).append(name)
     return splits
@@ -270,8 +270,8 @@ def check_twins(addresses: Iterable[str]) -> None:
             other = seen.setdefault((folder, key), name)
             if other != name:
                 raise NotTaken(
-                    f"has {plain(other)} and {plain(name)} side by side, which by their names have "
-                    "the same content: name one of them, or a glob"
+                    f"holds both {plain(other)} and {plain(name)}, whose names suggest the same "
+                    "content: name one of them, or a glob that matches only one"
                 )
 
 

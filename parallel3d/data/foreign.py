@@ -49,7 +49,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
             odd = int(tokens.max() if int(tokens.min()) >= 0 else tokens.min())
             raise UserError(
                 f"{pair.named} has token {odd} in document {number:,}, but {given} has "
-                f"{tokenizer.vocab_size:,} tokens: give the tokenizer that made it"
+                f"{tokenizer.vocab_size:,} tokens: give the tokenizer that made this pair"
             )
         count += 1
         ends[int(tokens[-1])] += 1
@@ -63,8 +63,8 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
         assert isinstance(tokenizer, FileTokenizer)  # a byte tokenizer puts no tokens before a text
         raise UserError(
             f"{pair.named}: {begun} of {count} sampled documents begin with "
-            f"{tokenizer.spelled(bos)}, which {given} puts before every text: tokenize all of them "
-            "in the same way, like data tokenize"
+            f"{tokenizer.spelled(bos)}, which {given} puts before every text: tokenize all "
+            "documents in the same way, as parallel3d data tokenize does"
         )
     learned = tuple(
         token
@@ -76,13 +76,13 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
     if inside:
         eot = _spelled(tokenizer, tokenizer.eot)
         sentences.append(
-            f"{pair.named}: {inside} of {count} sampled documents have the end of text {eot} "
-            "inside: each is one document, because the .idx defines the borders"
+            f"{pair.named}: {inside} of {count} sampled documents contain the end-of-text token "
+            f"{eot}: each is still one document, because the .idx defines the boundaries"
         )
     if whole and 2 * same < whole:
         sentences.append(
-            f"{pair.named}: {whole - same} of {whole} sampled documents are not the tokens that "
-            f"{given} makes from their text: check that it made this pair"
+            f"{pair.named}: {whole - same} of {whole} sampled documents differ from the tokens "
+            f"that {given} makes from their text: check that it made this pair"
         )
     return Taught(Roles(tuple(bos) if begun else (), learned), tuple(sentences))
 
@@ -95,8 +95,8 @@ def _of_ends(
     token, times = ends.most_common(1)[0]
     if token != tokenizer.eot and 2 * times > count:
         found += f", {times} in token {_spelled(tokenizer, token)}"
-    then = "" if learned else "; a model trained on it does not learn to end a text"
-    return f"{found}: the .idx defines the borders of documents{then}"
+    then = "" if learned else "; a model trained on this pair will not learn to end a text"
+    return f"{found}: the .idx defines the boundaries of documents{then}"
 
 
 def _spelled(tokenizer: Tokenizer, token: int) -> str:
@@ -180,8 +180,8 @@ def look_at_turns(
     sentences: tuple[str, ...] = ()
     if len(lasts) and not learned:
         sentences = (
-            f"{named}: no learned turn, as the template marks it, ends in a special token: the "
-            "model does not learn to end a turn",
+            f"{named}: no turn that the template marks as learned ends in a special token: the "
+            "model will not learn to end a turn",
         )
     return Taught(Roles(begin, learned), sentences)
 

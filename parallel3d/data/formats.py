@@ -57,7 +57,7 @@ PACKED: Final = {
 UNPACK = "unpack it and give the files in it"
 REPACK = f"pack it as {', '.join(dict.fromkeys(PACKED.values()))}, or unpack it"
 ROWS = "write it as jsonl or parquet, one document per row"
-TOKENS = "a corpus of tokens is data=corpus with the prefix of its .bin and .idx"
+TOKENS = "a corpus of tokens is read with data=corpus and the prefix of its .bin and .idx"
 EXTRACT = "write its text as .txt or jsonl"
 MEDIA = "give text"
 
@@ -78,20 +78,24 @@ REFUSED: Final = _named(
     (".csv .tsv .psv .xls .xlsx .xlsm .ods .sas7bdat .sav .dta .rdata .rds", "a table", ROWS),
     (".sqlite .sqlite3 .db .db3 .duckdb .mdb .lmdb", "a database", ROWS),
     (".tfrecord .tfrecords .tfrec .recordio .mds .wds .riegeli", "a file of records", ROWS),
-    (".bin .idx .npy .npz .memmap .mmap", "tokens or tensors, not text", TOKENS),
+    (".bin .idx .npy .npz .memmap .mmap", "a file of tokens or tensors, not text", TOKENS),
     (
         ".pt .pth .ckpt .safetensors .pkl .pickle .joblib .h5 .hdf5 .hdf .gguf .ggml .onnx .pb "
         ".msgpack .mat .model .distcp",
-        "tensors or objects, not text",
+        "a file of tensors or objects, not text",
         EXTRACT,
     ),
-    (".pdf .eps .djvu .doc .docx .odt .rtf .ppt .pptx .odp .epub .mobi", "pages", EXTRACT),
+    (
+        ".pdf .eps .djvu .doc .docx .odt .rtf .ppt .pptx .odp .epub .mobi",
+        "a formatted document",
+        EXTRACT,
+    ),
     (
         ".warc .wat .wet .arc .wacz .zim .mht .mhtml .eml .mbox .pst .msg",
-        "a file of records of the web or mail",
+        "a file of web or mail records",
         EXTRACT,
     ),
-    (".ipynb", "a notebook, JSON around its cells", "write its cells as .md or .py"),
+    (".ipynb", "a notebook", "write its cells as .md or .py"),
     (".gpg .age .enc .pgp", "encrypted", "decrypt it"),
     (".torrent .url .webloc .lnk", "a pointer to a file", "give the file itself"),
 )
@@ -100,7 +104,7 @@ ASSETS: Final = _named(
     (
         ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .heic .psd .wav .mp3 .flac .ogg .opus "
         ".m4a .aac .mp4 .mkv .mov .avi .webm .ttf .otf .woff .woff2 .eot",
-        "images, sound or fonts",
+        "an image, sound or font",
         MEDIA,
     ),
     (".pyc .pyo .so .o .a .dll .dylib .exe .class .wasm .lib .obj .pdb .elf", "compiled", MEDIA),
@@ -120,7 +124,7 @@ UNFINISHED: Final = _named(
         "unfinished",
         "wait until it is complete",
     ),
-    (".bak .old .orig .backup .save", "a copy of another state", "give the file itself"),
+    (".bak .old .orig .backup .save", "an old copy", "give the file itself"),
 )
 _LFS = b"version https://git-lfs.github.com/spec/"
 # Each row has an offset, the bytes there, their meaning and a remedy. For readable compressions and
@@ -168,18 +172,18 @@ _MAGIC: Final = (
     (0, b"\x89PNG", "an image", MEDIA),
     (0, b"\xff\xd8\xff", "an image", MEDIA),
     (0, b"GIF8", "an image", MEDIA),
-    (0, b"RIFF", "an image, sound or film", MEDIA),
+    (0, b"RIFF", "an image, sound or video", MEDIA),
     (0, b"OggS", "sound", MEDIA),
     (0, b"fLaC", "sound", MEDIA),
     (0, b"ID3", "sound", MEDIA),
-    (4, b"ftyp", "a film", MEDIA),
+    (4, b"ftyp", "a video", MEDIA),
     (0, b"\x7fELF", "compiled", MEDIA),
     (0, b"-----BEGIN PGP", "encrypted or signed", "decrypt it"),
-    (0, _LFS, "a pointer of Git LFS, not the file", "fetch the file with `git lfs pull`"),
+    (0, _LFS, "a Git LFS pointer", "fetch the file with `git lfs pull`"),
     (
         0,
         b"/annex/objects/",
-        "a pointer of git-annex, not the file",
+        "a git-annex pointer",
         "fetch it with `git annex get`",
     ),
 )
@@ -282,7 +286,9 @@ def named(name: str, typed: str | None = None) -> Form | None:
         if kind is None and name.endswith("~"):
             raise NotTaken("is an old copy, by its name: give the file itself")
     if kind == PARQUET and packed:
-        raise NotTaken(f"is parquet, which is packed inside, with {packed} around it: unpack it")
+        raise NotTaken(
+            f"is parquet, which has its own compression, packed again as {packed}: unpack it"
+        )
     return Form(kind, packed) if kind is not None else None
 
 
@@ -357,7 +363,7 @@ def check_packing(
     if found is not None and found[0] not in NAMES:
         raise NotTaken(f"is {found[0]} by its first bytes: {found[1]}")
     if form.kind == PARQUET and found is None:
-        by, remedy = ("your format", "give no format") if typed else ("its name", "fix the name")
+        by, remedy = ("format=", "leave format= out") if typed else ("its name", "fix the name")
         raise NotTaken(
             f"is parquet by {by} but {_what(found, head)} by its first bytes: {remedy}, or fetch "
             "it again"
@@ -389,7 +395,9 @@ def check_content(
     encoding = encoding_of(head)
     if encoding is not None:
         if form.kind == LINES:
-            raise NotTaken(f"is {encoding.upper()}, but jsonl is UTF-8: {iconv(encoding.upper())}")
+            raise NotTaken(
+                f"is {encoding.upper()}, but jsonl must be UTF-8: {iconv(encoding.upper())}"
+            )
         return
     at = head.find(b"\x00")
     if at >= 0:
@@ -402,18 +410,18 @@ def check_content(
     if b"<mediawiki" in head[:1000]:
         raise NotTaken(
             "is a dump of a wiki with all its markup: write the text of its pages as jsonl, one "
-            f"page per row; for the markup on purpose: {door.other}text"
+            f"page per row; to keep the markup, {door.other}text"
         )
     # No code begins with two JSON objects: a .jl file that does so holds JSON lines, not Julia.
     if are_rows(head) and (end not in CODE or b"\n{" in head):
         raise NotTaken(
             f"holds JSON lines by its first bytes, but is text by its name: name it "
-            f"{_bare(name)}.jsonl, or {door.other}jsonl; for its raw lines: {door.other}text"
+            f"{_bare(name)}.jsonl, or {door.other}jsonl; to keep its raw lines, {door.other}text"
         )
     if _PAGE.match(head) and (end not in CODE or web):
         raise NotTaken(
             f"is a page of HTML, perhaps a server's answer instead of the file: fetch it again; "
-            f"for a page on purpose: {door.other}text"
+            f"if it is meant to be HTML, {door.other}text"
         )
 
 
@@ -560,7 +568,7 @@ def judged(
         try:
             inner = first_unpacked(form.packed, head, HEAD)
         except Exception as error:  # each library raises its own errors
-            what = f"does not unpack as {NAMES[form.packed]}"
+            what = f"cannot be unpacked as {NAMES[form.packed]}"
             raise NotTaken(f"{what} ({plain(str(error))}): fetch it again") from None
         if inner:
             check_content(name, form, inner, door, typed=typed is not None, web=web)

@@ -117,9 +117,11 @@ class IndexedCorpus:
         self._count = last + int(self.lengths[self.sequences - 1 :][0])
         ends = int(self._firsts[:1][0]), int(self._firsts[self.documents :][0])
         if ends != (0, self.sequences):
-            raise self.damaged(f"its documents are sequences {ends[0]} to {ends[1]}")
+            raise self.damaged(
+                f"its documents span sequences {ends[0]} to {ends[1]}, not 0 to {self.sequences}"
+            )
         if first := int(self._pointers[:1][0]):
-            raise self.damaged(f"its first sequence begins at byte {first:,}")
+            raise self.damaged(f"its first sequence begins at byte {first:,} instead of 0")
         self.tokens = Tokens(file, 0, self._count, self.dtype)
         for begin, end in _runs(self.documents):
             self.begins(begin, end)
@@ -157,7 +159,9 @@ class IndexedCorpus:
         sequences = self._firsts[first : last + 1]
         begin, end = int(sequences[0]), int(sequences[-1])
         if not 0 <= begin <= end <= self.sequences or (sequences[1:] < sequences[:-1]).any():
-            raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
+            raise self.damaged(
+                f"documents {first:,} to {last:,} are not in the order of their sequences"
+            )
         pointers = self._pointers[begin : end + 1].astype(np.int64, copy=False)
         if end == self.sequences:  # the end of the .bin has no pointer
             pointers = np.append(pointers, self._count * self.dtype.itemsize)
@@ -206,7 +210,7 @@ class IndexedCorpus:
 
     def damaged(self, what: str) -> UserError:
         return UserError(
-            f"{self.named} cannot be read, because {self.index.name} does not fit its .bin: "
+            f"{self.named} cannot be read, because {self.index.name} does not match its .bin: "
             f"{what}; make the pair again"
         )
 
@@ -225,7 +229,7 @@ def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
         raise UserError(f"{named} has an index of version {version}: it must be {VERSION}")
     if code not in TYPES:
         raise UserError(
-            f"{named} holds no tokens: its type {code} is not one of Megatron's integers"
+            f"{named} holds no tokens: its type code {code} is not one of Megatron's integer types"
         )
     if not sequences or ends < 2:
         raise UserError(f"{named} holds no documents: give a pair that holds text")
@@ -318,11 +322,19 @@ class IndexedWriter:
         """Adds documents of the given lengths, whose tokens follow one another in `tokens`."""
         lengths, limits = np.asarray(lengths), np.iinfo(self.dtype)
         if int(lengths.sum()) != tokens.size or (lengths.size and lengths.min() < 0):
-            raise ValueError(f"lengths of {int(lengths.sum())} tokens for {tokens.size}")
+            raise ValueError(
+                f"lengths must be at least 0 and add up to {tokens.size} tokens, but add up to "
+                f"{int(lengths.sum())}"
+            )
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
-            raise ValueError(f"a document of {int(lengths.max()):,} tokens: Megatron's have < 2^31")
+            raise ValueError(
+                f"a document must have fewer than 2^31 tokens, but has {int(lengths.max()):,}"
+            )
         if tokens.size and not limits.min <= int(tokens.min()) <= int(tokens.max()) <= limits.max:
-            raise ValueError(f"token {int(tokens.max())} does not fit {self.dtype}")
+            raise ValueError(
+                f"tokens must be from {limits.min} to {limits.max}, but are from "
+                f"{int(tokens.min())} to {int(tokens.max())}"
+            )
         content = np.ascontiguousarray(tokens, self.dtype).data.cast("B")
         self._bin.write(content)
         self._digest.update(content)

@@ -213,11 +213,13 @@ def left_out(count: Count) -> list[str]:
     if count.bad:
         shown = "; ".join(count.shown)
         more = " …" if count.bad > len(count.shown) else ""
-        sentences.append(f"{count.bad:,} of {count.rows:,} rows hold no document: {shown}{more}")
+        sentences.append(
+            f"{count.bad:,} of {count.rows:,} rows hold no document and are left out: {shown}{more}"
+        )
     if count.empty:
         sentences.append(f"{count.empty:,} of {count.rows:,} documents are empty and left out")
     if count.broken:
-        sentences.append(f"{count.broken:,} documents have broken UTF-8, now U+FFFD")
+        sentences.append(f"documents with invalid UTF-8, which becomes U+FFFD: {count.broken:,}")
     return sentences
 
 
@@ -495,9 +497,9 @@ def _check_flat(source: Input, schema: Any) -> None:
     for field_ in schema:
         if depth(field_.type) > 1:
             raise UserError(
-                f"{source.key}={show(source.shown)}: its column {show(field_.name)} has objects in "
-                "objects, to which parquet adds the keys of other rows as nulls: write it as JSON "
-                "text, or the file as jsonl"
+                f"{source.key}={show(source.shown)}: its column {show(field_.name)} has nested "
+                "objects, to which parquet adds the keys of other rows as nulls: write the column "
+                "as JSON text, or the file as jsonl"
             )
 
 
@@ -625,7 +627,7 @@ def items_of(given: str, key: str, how: str) -> list[str]:
     is_one = "://" not in given and os.path.lexists(os.path.expanduser(given))
     items = [given] if is_one else [item.strip() for item in given.split(",")]
     if not all(items):
-        raise UserError(f"{key} has an empty item between its commas: {how}")
+        raise UserError(f"{key} has an empty item: {how}")
     return items
 
 
@@ -668,7 +670,8 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
             raise UserError(f"input={show(item)} {error}") from None
         lines = said(f"input={show(item)}", found)
         if not found.taken:
-            raise UserError(f"input={show(item)} holds no documents: {'; '.join(lines)}; {HOW}")
+            left = "; ".join(left_out_lines(found.left_out))
+            raise UserError(f"input={show(item)} holds no documents: {left}; {HOW}")
         taken = [
             _input(files, below[name], found.taken[inner], kind, found.splits.get(inner, ""))
             for name, inner in names.items()

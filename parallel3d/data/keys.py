@@ -30,14 +30,14 @@ class DataConfig:
     )
     blend: Any = key(
         None,
-        "blend: weights by prefix, {web:0.7,code:0.3}; the word tokens stands for the number of "
-        "tokens of a corpus",
+        "blend: weights by prefix, such as {web:0.7,code:0.3}; the word tokens as a weight means "
+        "the corpus's number of tokens",
         holds=dict[Path, float],
         resume=REPORTED,
     )
     blend_stages: Any = key(
         None,
-        "blend: other weights from a number of tokens on, {1000000000:{web:0.5,math:0.5}}",
+        "blend: new weights from a number of tokens on, such as {1000000000:{web:0.5,math:0.5}}",
         holds=dict[float, dict[Path, float]],
         resume=REPORTED,
     )
@@ -54,14 +54,14 @@ class DataConfig:
     )
     block_cache_gb: float = key(
         20.0,
-        "gigabytes of the cache folder for blocks of corpora at an address (s3://…)",
+        "limit in gigabytes of the cache folder for blocks of remote corpora (s3://…)",
         above=0,
     )
     packing: str = key(
         "concat",
-        "how documents become samples: concat cuts windows out of all documents in a row; best_fit "
-        "joins whole documents that fit together, by a plan that is made once; padded puts each "
-        "document in a sample of its own",
+        "how documents become samples: concat cuts windows out of the concatenated documents; "
+        "best_fit joins whole documents that fit together, by a plan that is made once; padded "
+        "puts each document in a sample of its own",
         choices=("concat", "best_fit", "padded"),
         resume=REFUSED,
     )
@@ -80,8 +80,8 @@ class DataConfig:
     )
     tokenizer: str | None = key(
         None,
-        "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: the "
-        "run's own or the corpus's, else byte",
+        "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: that of "
+        "the run or the corpus, or byte if neither has one",
         holds=Path,
     )
     add_bos: bool = key(
@@ -92,8 +92,8 @@ class DataConfig:
     )
     valid: Any = key(
         None,
-        "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or text "
-        "as in data.path; each has a loss of its own",
+        "validation sets by name, such as {web:corpora/web,code:code.txt}: prefixes of pairs, or "
+        "text as in data.path; each has a loss of its own",
         holds=dict[str, Path],
         tried=({"web": "corpora/web"},),
     )

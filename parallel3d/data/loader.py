@@ -129,7 +129,10 @@ class Batches:
         return range(start, start + self._micro_batch_size)
 
     def micro_batch(self, first: int, m: int) -> MicroBatch:
-        """Returns micro-batch `m` of the global batch from sample `first` on, on the device."""
+        """Returns micro-batch `m` of the global batch that begins at sample `first`.
+
+        Its tensors are on the device.
+        """
         indices = self.indices(first, m)
         numbers = self._moved(torch.tensor(indices, dtype=torch.int64))
         samples = [self._sample(first, i) for i in indices] if self._reads else []
@@ -225,19 +228,22 @@ def checked(sample: Sample, number: int, vocab_size: int) -> Sample:
             "(seq + 1,) and (seq,)"
         )
     if tokens.dtype.kind not in "iu":
-        raise UserError(f"{named}: tokens are of type {tokens.dtype}: give whole numbers, int64")
+        raise UserError(
+            f"{named}: tokens are of type {tokens.dtype}: give whole numbers, such as int64"
+        )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise UserError(
             f"{named} has token {low if low < 0 else high}: tokens, which are the labels too, must "
-            f"be from 0 to model.vocab_size - 1 = {vocab_size - 1}; mask labels with loss_mask"
+            f"be from 0 to model.vocab_size - 1 = {vocab_size - 1}; to ignore a label, use "
+            "loss_mask"
         )
     if mask.dtype != np.bool_:
         whole = mask.astype(np.bool_)
         if mask.dtype.kind not in "iuf" or (mask != whole).any():
             raise UserError(
-                f"{named}: loss_mask of type {mask.dtype} holds more than 0 and 1: it must say "
-                "which labels count, and weights are not supported; give bool"
+                f"{named}: loss_mask of type {mask.dtype} must be bool, or hold only the numbers "
+                "0 and 1: it tells which labels count, and weights are not supported"
             )
         mask = whole
     return sample._replace(tokens=tokens, loss_mask=mask)
@@ -397,7 +403,7 @@ def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
         return train
     if not isinstance(source, Finite):
         raise UserError(
-            f"train.epochs={epochs:g} needs a source of samples with `windows`, their number; "
+            f"train.epochs={epochs:g} needs a source that has its number of samples as `windows`; "
             "give train.tokens instead"
         )
     samples = math.ceil(Fraction(repr(epochs)) * source.windows)

@@ -167,7 +167,9 @@ class PackSampler:
             end = at + length
             piece = self._tokens[start : start + length]
             if piece.size != length or end > tokens.size:
-                raise OSError(f"the plan of packs is damaged: pack {number} does not fit its text")
+                raise OSError(
+                    f"the plan of packs is damaged: pack {number} does not match the text"
+                )
             tokens[at:end] = piece
             mask[at : end - 1] = True
             starts[at:end] = at

@@ -122,7 +122,10 @@ class Journal:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"to={self.to} is being written by another process") from None
+                raise UserError(
+                    f"to={self.to} is being written by another process; wait until that process "
+                    "ends, or choose another to="
+                ) from None
             try:
                 self._resume()
                 yield self
@@ -336,7 +339,10 @@ def train_tokenizer(
     count = Count()
     inner.train_from_iterator(_texts(inputs, text_key, count, progress), trainer)
     if not count.size:
-        raise UserError(f"input: none of its {count.rows:,} rows has a text")
+        raise UserError(
+            f"input= has no usable text in any of its {count.rows:,} rows; give files that hold "
+            "text"
+        )
     return with_end(inner), count
 
 
@@ -400,12 +406,14 @@ def _tokenizer_of(name: str, digest: str) -> Tokenizer:
     """Opens a tokenizer, once per process. Raises UserError if its digest is not `digest`."""
     tokenizer = open_tokenizer(name, "tokenizer")
     if tokenizer.digest != digest:
-        raise UserError(f"tokenizer={name} was changed while it was in use")
+        raise UserError(
+            f"tokenizer={name} was changed while in use: restore it and run the command again"
+        )
     return tokenizer
 
 
 def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) -> Made:
-    """Returns the tokens of a shard's documents, with an end-of-text after each document."""
+    """Returns the tokens of a shard's documents, with an end-of-text token after each."""
     tokenizer = _tokenizer_of(name, digest)
     dtype, count = token_type(tokenizer.vocab_size), Count()
     end, parts = np.array([tokenizer.eot], dtype), [np.zeros(0, dtype)]
@@ -462,7 +470,8 @@ def tokenize(
                 judge(journal.done.count, 1, job.bad, limit, REMEDY)
                 if not journal.done.documents:
                     raise UserError(
-                        f"input: none of its {journal.done.count.rows:,} rows has a text"
+                        "input= has no usable text in any of its "
+                        f"{journal.done.count.rows:,} rows; give files that hold text"
                     )
                 journal.complete(tokenizer, begin)
         return journal.finish(), journal.done

@@ -129,7 +129,7 @@ class Order:
     def at(self, i: int) -> int:
         """Returns the item at place `i` >= 0 of the endless sequence."""
         if i < 0:
-            raise IndexError(f"sample {i}: samples count from 0")
+            raise IndexError(f"sample {i}: samples are numbered from 0")
         epoch, place = divmod(i, self.count)
         if not self._shuffle:
             return place
@@ -175,7 +175,10 @@ class Sampler:
         labels = len(tokens) - 1
         self.windows = (labels + seq_length - 1 if whole else labels) // seq_length
         if self.windows < 1:
-            raise ValueError(f"{len(tokens)} tokens hold no sample of {seq_length} + 1")
+            raise ValueError(
+                f"a sampler needs at least {2 if whole else seq_length + 1} tokens, but got "
+                f"{len(tokens)}"
+            )
         self._tokens = tokens
         self._order = Order(self.windows, seed, shuffle, name)
         self._eot = eot

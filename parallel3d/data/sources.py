@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from parallel3d.data import cache, inputs
-from parallel3d.data.folders import check_twins, sort_out, words_of
+from parallel3d.data.folders import check_twins, left_out_lines, sort_out, words_of
 from parallel3d.data.formats import (
     CHAT,
     HEAD,
@@ -219,7 +219,8 @@ def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document]
         raise UserError(f"{key} {error}") from None
     lines = said(key, found)
     if not found.taken:
-        raise UserError(f"{key} holds no documents: {'; '.join(lines)}; {_HOW}")
+        left = "; ".join(left_out_lines(found.left_out))
+        raise UserError(f"{key} holds no documents: {left}; {_HOW}")
     taken = [each for each in documents if each.name in found.taken]
     return [_of_form(each, found.taken[each.name], heads[each.name]) for each in taken], lines
 
@@ -367,8 +368,8 @@ def cached_text(
 
     def build(writer: IndexedWriter) -> dict[str, Any]:
         size = f"{len(documents)} files, {sum(d.size for d in documents) / 1e6:.1f} MB"
-        through = "" if isinstance(tokenizer, ByteTokenizer) else f" through {tokenizer.name}"
-        _log.info(f"building the token cache: {size} of text{through}")
+        by = "" if isinstance(tokenizer, ByteTokenizer) else f", tokenized by {tokenizer.name}"
+        _log.info(f"building the token cache: {size} of text{by}")
         count = Count()
         if isinstance(tokenizer, ByteTokenizer):
             _add_bytes(writer, documents, tokenizer, count)
@@ -384,7 +385,8 @@ def cached_text(
         _judge(count, 1)
         if not writer.documents:
             raise UserError(
-                f"data.path: none of its {count.rows:,} rows has a text at the key text"
+                f"data.path has no usable text in any of its {count.rows:,} rows; give files that "
+                "hold text, in jsonl and parquet at the key text"
             )
         for sentence in left_out(count):
             _log.info(f"data.path: {sentence}")
@@ -444,7 +446,7 @@ def _add_bytes(
             writer.add(tokenizer.encode(text))
         writer.add(np.array([tokenizer.eot]))
     if broken:
-        _log.info(f"data.path: {broken:,} files have bytes that are not UTF-8, kept as they are")
+        _log.info(f"data.path: files with invalid UTF-8, which is kept as it is: {broken:,}")
 
 
 def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
@@ -478,7 +480,7 @@ def _whole(document: Document) -> bytes:
     """Reads a document. Raises UserError."""
     if document.size > LARGEST_DOCUMENT:
         raise UserError(
-            f"data file {document.path} has {document.size:,} bytes, but a document has at most "
+            f"data file {document.path} has {document.size:,} bytes, but must have at most "
             f"{LARGEST_DOCUMENT:,}: split it, or give data.tokenizer=byte"
         )
     return b"".join(blocks_of(document))

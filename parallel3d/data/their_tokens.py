@@ -56,14 +56,14 @@ def unlike_theirs(tokenizer: FileTokenizer, folder: Path) -> str | None:
             found = [list(theirs(text)["input_ids"]) for text in texts()]
     except Exception as error:  # any kind of error is possible, because the folder is untrusted
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        return f"{name} does not load the tokenizer of {folder} ({plain(why)})"
+        return f"{name} cannot load the tokenizer of {folder} ({plain(why)})"
     ours = [[*tokenizer.prefix, *tokenizer.encode_prompt(text.encode())] for text in texts()]
     odd = [k for k, (one, other) in enumerate(zip(ours, found, strict=True)) if one != other]
     if not odd:
         return None
     first = min(odd, key=lambda k: len(texts()[k]))
     return (
-        f"{name} gives other tokens than parallel3d for {len(odd)} of {COUNT} texts with the "
-        f"tokenizer of {folder}, a {plain(made_by)}: for {texts()[first]!r} {found[first][:8]} "
-        f"instead of {ours[first][:8]}, which its tokenizer.json gives"
+        f"{name} and parallel3d tokenize {len(odd)} of {COUNT} texts differently with the "
+        f"tokenizer of {folder} (a {plain(made_by)}): for {texts()[first]!r}, {name} gives "
+        f"{found[first][:8]}, but tokenizer.json, which parallel3d follows, gives {ours[first][:8]}"
     )

@@ -313,13 +313,14 @@ class FileTokenizer:
                 puts = self.spelled(found) if found else "nothing"
                 sentences.append(
                     f"tokenizer {self.name}: {key}={str(said).lower()} in {TOKENIZER_CONFIG}, but "
-                    f"{TOKENIZER} puts {puts} {side} a text: parallel3d does the latter; "
+                    f"{TOKENIZER} puts {puts} {side} a text: parallel3d follows {TOKENIZER}; "
                     "versions of transformers differ in this"
                 )
         if self._suffix:
             sentences.append(
                 f"tokenizer {self.name}: {TOKENIZER} puts {self.spelled(self._suffix)} after "
-                "every text: parallel3d ends documents with the end of text, and prompts without it"
+                "every text: parallel3d puts the end-of-text token after documents, and nothing "
+                "after prompts"
             )
         if self.missing:
             shown = ", ".join(map(plain, self.missing[:5])) + (" …" if self.missing[5:] else "")
@@ -330,12 +331,12 @@ class FileTokenizer:
         if self._spells(self.eot_text, self.eot):
             sentences.append(
                 f"tokenizer {self.name}: a text that spells out {plain(self.eot_text)} ends there, "
-                "since plain text can hold this token"
+                "because the tokenizer turns it into that token even when it is plain text"
             )
         if not self._spells(RARE):
             sentences.append(
                 f"tokenizer {self.name}: characters without a token are left out of texts, since "
-                "it has no token for unknown ones"
+                "the tokenizer has no token for unknown ones"
             )
         return sentences
 
@@ -372,8 +373,8 @@ class FileTokenizer:
         named = self.role("eos_token")
         if named is not None and named not in vocabulary:
             raise UserError(
-                f"{self._where}: {self.folder} names {plain(named)} as the end of a text, which "
-                f"is not a token of its {TOKENIZER}"
+                f"{self._where}: the eos_token of {self.folder} is {plain(named)}, which must be "
+                f"a token of its {TOKENIZER}"
             )
         numbers = {number: token for token, number in vocabulary.items()}
         told = [(f, n) for f in (GENERATION, CONFIG) for n in self._end_tokens(f)[:1]]
@@ -382,8 +383,8 @@ class FileTokenizer:
         for file, number in told:
             if number not in numbers:
                 raise UserError(
-                    f"{self._where}: {EOS} of its {file} is {number}, which is not a token of "
-                    f"its {TOKENIZER}"
+                    f"{self._where}: {EOS} of its {file} is {number}, which must be a token "
+                    f"of its {TOKENIZER}"
                 )
             return numbers[number]
         usual = [token for token in USUAL_ENDS if token in self.special]
@@ -410,13 +411,16 @@ class FileTokenizer:
         found = [] if value is None else value if isinstance(value, list) else [value]
         if any(type(number) is not int for number in found):
             raise UserError(
-                f"{self._where}: {EOS} of its {file} is {show(value)}: it must be the "
-                "number of a token, or a list of them"
+                f"{self._where}: {EOS} of its {file} is {show(value)}: it must be a "
+                "token's id, or a list of ids"
             )
         return found
 
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
-        """Returns a document's tokens, without an end-of-text; invalid UTF-8 becomes U+FFFD."""
+        """Returns a document's tokens, without the end-of-text token.
+
+        Invalid UTF-8 becomes U+FFFD.
+        """
         return self.encode_all([text.decode("utf-8", "replace")])[0]
 
     def encode_prompt(self, text: bytes) -> list[int]:
@@ -472,8 +476,8 @@ class FileTokenizer:
         backwards = (np.diff(begins) < 0).any() or (begins > ends).any()
         if places.size and (backwards or not 0 < int(ends.max()) <= len(text)):
             raise UserError(
-                f"the tokenizer {show(self.name)} does not tell the characters of its tokens, so "
-                "the tokens to be learned are unknown: choose another tokenizer"
+                f"the tokenizer {show(self.name)} does not tell which characters each token "
+                "covers, so the tokens to train on are unknown: choose another tokenizer"
             )
         return Placed(np.array(made.ids, np.int64), begins, ends)
 
@@ -610,8 +614,8 @@ def _check_numbers(content: bytes, vocabulary: Mapping[str, int], where: str) ->
         number = vocabulary.get(added["content"])
         if number != added["id"]:
             raise UserError(
-                f"{where} numbers its added token {plain(added['content'])} {added['id']}, but the "
-                f"library of tokenizers {number}: fix the numbers, which must follow the "
+                f"{where} gives its added token {plain(added['content'])} the id {added['id']}, "
+                f"but the tokenizers library gives it {number}: fix the ids, which must follow the "
                 "vocabulary without a gap"
             )
     if len({*vocabulary.values()}) < len(vocabulary):
@@ -619,7 +623,7 @@ def _check_numbers(content: bytes, vocabulary: Mapping[str, int], where: str) ->
         twice = max(numbers, key=numbers.__getitem__)
         names = ", ".join(plain(token) for token, number in vocabulary.items() if number == twice)
         raise UserError(
-            f"{where} has {names} as token {twice}: give each token a number of its own"
+            f"{where} gives the id {twice} to several tokens, {names}: give each an id of its own"
         )
 
 
@@ -778,8 +782,8 @@ def read_roles(folder: Path, vocab_size: int, where: str) -> Roles | None:
             type(number) is int and 0 <= number < vocab_size for number in numbers
         ):
             raise UserError(
-                f"{where}: {folder / ROLES} cannot be read (it has no lists of tokens): remove it "
-                "to begin and end texts with the tokenizer's own tokens"
+                f"{where}: {folder / ROLES} must list ids of this tokenizer's tokens as begin and "
+                "ends; remove the file to begin and end texts with the tokenizer's own tokens"
             )
     begin, ends = found
     return Roles(tuple(begin or ()), tuple(ends or ()))
@@ -844,7 +848,7 @@ def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | No
         differs.append(f"ends a text with token {here.eot} instead of {there.eot}")
     if not differs and there.decides() == here.decides():
         return None  # only the formatting of the files differs
-    how = " and ".join(differs) or "splits text in another way"
+    how = " and ".join(differs) or "splits text differently"
     return f"data.tokenizer={show(here.name)} has the tokens of {where}, but {how}"
 
 
@@ -911,8 +915,9 @@ def _of_roles(tokenizer: FileTokenizer, learned: Roles, roles: Roles) -> list[st
             )
     if others := [end for end in learned.ends if end != tokenizer.eot]:
         sentences.append(
-            f"texts or turns end with {tokenizer.spelled(others)} besides the tokenizer's end of "
-            f"text {tokenizer.spelled([tokenizer.eot])}: generate and an export stop at each"
+            f"texts or turns end with {tokenizer.spelled(others)} besides the tokenizer's "
+            f"end-of-text token {tokenizer.spelled([tokenizer.eot])}: generate and exports stop at "
+            "each of them"
         )
     return sentences
 
@@ -950,7 +955,7 @@ def with_end(inner: Any) -> bytes:
 
 
 def byte_tokenizer() -> bytes:
-    """Returns the tokenizer.json of 257 byte tokens, with an end-of-text before each text.
+    """Returns the tokenizer.json of 257 byte tokens, with an end-of-text token before each text.
 
     Token i < 256 is byte i, and no tokens are merged. Unprintable bytes are spelled with letters as
     in GPT-2's code (A. Radford et al., "Language Models are Unsupervised Multitask Learners",

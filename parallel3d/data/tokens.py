@@ -183,8 +183,9 @@ class Tokens:
         at = int(np.flatnonzero((tokens < 0) | (tokens >= self._limit))[0])
         place = self._first // self.dtype.itemsize + begin + at
         raise UserError(
-            f"{self._named} holds the token {int(tokens[at])} (at {place:,}), but must hold tokens "
-            f"below model.vocab_size={self._limit}: give the tokenizer's own model, or another text"
+            f"{self._named} holds the token {int(tokens[at])} at position {place:,}, but its "
+            f"tokens must be from 0 to model.vocab_size - 1 = {self._limit - 1}: give a model with "
+            "this text's tokenizer, or another text"
         )
 
     def __array__(
@@ -252,7 +253,7 @@ class WatchedFile:
             return None
         return (
             f"{self.file.name} was written to or touched during the run: its size and samples of "
-            "its content are unchanged, the rest is not known"
+            "its content are unchanged, but the rest is unknown"
         )
 
     def changed(self, how: str) -> UserError:
@@ -310,5 +311,5 @@ def compare(watched: Mapping[str, WatchedFile], marks: str) -> Compared:
     more = f" and {len(unknown) - 1:,} more" if unknown[1:] else ""
     return Compared(
         note=f"{unknown[0]}{more} may have changed since the last checkpoint, by time of change, "
-        "inode or version: sizes and samples of the content are unchanged, the rest is not known"
+        "inode or version: sizes and samples of the content are unchanged, but the rest is unknown"
     )

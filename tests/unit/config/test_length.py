@@ -72,7 +72,7 @@ def test_epochs_become_the_tokens_of_their_samples() -> None:
 
 
 def test_epochs_of_a_source_of_unknown_size_are_refused() -> None:
-    with pytest.raises(UserError, match="needs a source of samples"):
+    with pytest.raises(UserError, match="needs a source that has its number of samples"):
         with_length(run_of(epochs=2).train, object())  # type: ignore[arg-type]
 
 

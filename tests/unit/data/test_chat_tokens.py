@@ -416,7 +416,7 @@ def test_a_tokenizer_without_offsets_is_refused(
 
     with patch.object(tokenizer, "_inner", Fake()), pytest.raises(UserError) as caught:
         tokenizer.place("ab")
-    assert "does not tell the characters of its tokens" in str(caught.value)
+    assert "does not tell which characters each token covers" in str(caught.value)
 
 
 if __name__ == "__main__":

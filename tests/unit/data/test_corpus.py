@@ -471,7 +471,7 @@ def test_one_missing_path_among_several_is_named(tmp_path: Path) -> None:
     assert f"data.path={tmp_path}/b does not exist" in refused(
         text(tmp_path, f"{path},{tmp_path}/b")
     )
-    assert "has an empty item between its commas" in refused(text(tmp_path, f"{path},"))
+    assert "has an empty item: give files" in refused(text(tmp_path, f"{path},"))
 
 
 def test_a_file_taken_for_a_folder_and_a_dangling_link_are_named(tmp_path: Path) -> None:

@@ -149,9 +149,9 @@ def test_a_pair_replaces_an_older_one(pair: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "lengths", "words"),
     [
-        ([65536], [1], "token 65536 does not fit"),
-        ([-1], [1], "does not fit"),
-        ([1], [2], "lengths"),
+        ([65536], [1], "from 0 to 65535, but are from 65536 to 65536"),
+        ([-1], [1], "but are from -1 to -1"),
+        ([1], [2], "add up to 1 tokens, but add up to 2"),
     ],
 )
 def test_tokens_beyond_the_integer_type_are_refused(
@@ -210,9 +210,9 @@ LENGTHS, POINTERS, FIRSTS = 34, 34 + 6 * 4, 34 + 6 * 12
         ),
         (LENGTHS + 3 * 4, "<i", 700, "sequence 3 has 700 tokens"),
         (LENGTHS, "<i", -3, "sequence 0 has -3 tokens"),
-        (FIRSTS + 2 * 8, "<q", 77, "not in the order of sequences"),
-        (FIRSTS, "<q", 1, "its documents are sequences 1 to 6"),
-        (FIRSTS + 6 * 8, "<q", 5, "its documents are sequences 0 to 5"),
+        (FIRSTS + 2 * 8, "<q", 77, "not in the order of their sequences"),
+        (FIRSTS, "<q", 1, "its documents span sequences 1 to 6, not 0 to 6"),
+        (FIRSTS + 6 * 8, "<q", 5, "its documents span sequences 0 to 5, not 0 to 6"),
     ],
 )
 def test_an_index_that_points_elsewhere_is_refused(
@@ -228,8 +228,11 @@ def test_an_index_that_points_elsewhere_is_refused(
     [
         (lambda p: put(p, 0, "<Q", 0), "bad magic in"),
         (lambda p: put(p, 9, "<Q", 2), "version 2: it must be 1"),
-        (lambda p: put(p, 17, "<B", 7), "no tokens: its type 7 is not one of Megatron's integers"),
-        (lambda p: put(p, 17, "<B", 9), "its type 9 is not one"),
+        (
+            lambda p: put(p, 17, "<B", 7),
+            "no tokens: its type code 7 is not one of Megatron's integer types",
+        ),
+        (lambda p: put(p, 17, "<B", 9), "its type code 9 is not one"),
         (lambda p: put(p, 18, "<Q", 0), "holds no documents"),
         (lambda p: put(p, 18, "<Q", 2**62), "is cut short"),
         (lambda p: os.truncate(f"{p}.idx", FIRSTS + 7 * 8 + 6), "pairs with modes"),

@@ -82,7 +82,7 @@ def test_windows_never_run_past_the_end(tokens: int, windows: int) -> None:
 
 
 def test_too_few_tokens_for_one_window_are_refused() -> None:
-    with pytest.raises(ValueError, match="10 tokens hold no sample"):
+    with pytest.raises(ValueError, match="needs at least 11 tokens, but got 10"):
         sampler(tokens=10)
 
 

@@ -277,9 +277,9 @@ def test_items_keep_their_order_and_files_come_once(tmp_path: Path) -> None:
         ("none/*.txt", ["matches no file"]),
         ("hollow", ["holds no files"]),
         ("empty.txt", ["only empty files, pipes or devices (1)"]),
-        ("web,,web", ["empty item between its commas"]),
+        ("web,,web", ["has an empty item: give files"]),
         ("nowhere://a/b", ["cannot be read", "nowhere"]),
-        ("a.parquet.gz", ["is parquet, which is packed inside"]),
+        ("a.parquet.gz", ["is parquet, which has its own compression, packed again as .gz"]),
         ("broken.parquet", ["broken.parquet cannot be read"]),
     ],
 )

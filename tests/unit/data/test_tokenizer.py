@@ -122,7 +122,11 @@ def test_the_digest_covers_the_file_and_the_end_of_text(tmp_path: Path) -> None:
         ("{", {}, ["is not a tokenizer.json"]),
         (trained(320, ()), {}, ["does not define the token that ends a text", "eos_token"]),
         (trained(320, SPECIALS), {}, ["several usual ends of text", f"{END} and </s>"]),
-        (trained(), {"eos_token": "</s>"}, ["names </s> as the end of a text", "not a token"]),
+        (
+            trained(),
+            {"eos_token": "</s>"},
+            ["is </s>, which must be a token of its tokenizer.json"],
+        ),
         (trained()[:900], {}, ["is not a tokenizer.json"]),
     ],
 )

@@ -325,7 +325,7 @@ def test_a_full_disk_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_input_without_any_text_makes_no_corpus(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(lines(["", ""]))
-    with pytest.raises(UserError, match="none of its 2 rows has a text"):
+    with pytest.raises(UserError, match="no usable text in any of its 2 rows"):
         made(job(tmp_path))
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("web")]
 

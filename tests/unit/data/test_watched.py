@@ -82,7 +82,7 @@ def test_edit_outside_the_places_of_the_fingerprint_is_logged_under_a_run(
     assert opened(data).fingerprint == corpus.fingerprint
     assert look_at(corpus.files) == [
         f"{data.path}.bin was written to or touched during the run: its size and samples "
-        "of its content are unchanged, the rest is not known"
+        "of its content are unchanged, but the rest is unknown"
     ]
     assert look_at(corpus.files) == []  # once
 
@@ -94,7 +94,7 @@ def test_edit_outside_the_places_of_the_fingerprint_is_logged_at_the_next_start(
     edit(Path(f"{data.path}.bin"), FREE)
     assert compare(opened(data).watched, marks).note == (
         f"{data.path}.bin may have changed since the last checkpoint, by time of change, inode or "
-        "version: sizes and samples of the content are unchanged, the rest is not known"
+        "version: sizes and samples of the content are unchanged, but the rest is unknown"
     )
 
 
@@ -140,10 +140,12 @@ def test_an_index_that_became_inconsistent_ends_the_run(data: DataConfig, part: 
     there = marks_of(corpus.watched)
     at = HEADER.size + 800 * (4 if part == "pointers" else 12) + 8 * 700
     edit(Path(f"{data.path}.idx"), at + (0 if part == "pointers" else 1))
-    with pytest.raises(UserError, match=r"web\.idx does not fit its \.bin: .*make the pair again"):
+    with pytest.raises(
+        UserError, match=r"web\.idx does not match its \.bin: .*make the pair again"
+    ):
         look_at(corpus.files)
     corpus.files[1].mark = "another"
-    assert "does not fit its .bin" in compare(corpus.watched, there).refusal
+    assert "does not match its .bin" in compare(corpus.watched, there).refusal
 
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])

@@ -72,7 +72,7 @@ ENDS = (
     (
         "of turns",
         2,
-        ("0 of 50", "50 in token <|im_end|> (2)", "the .idx defines the borders"),
+        ("0 of 50", "50 in token <|im_end|> (2)", "the .idx defines the boundaries"),
         (2,),
     ),
 )
@@ -199,7 +199,7 @@ def test_end_tokens_inside_documents_are_reported(tmp_path: Path) -> None:
     own = documents(tokenizer, 0)
     joined = [[token for one in own[:5] for token in one], *own[5:], [0, *own[0]]]
     (line,) = opened(pair(tmp_path / "p", joined), path).told
-    assert "1 of 47 sampled documents have the end of text <|endoftext|> (0) inside" in line
+    assert "1 of 47 sampled documents contain the end-of-text token <|endoftext|> (0)" in line
 
 
 def test_tokens_of_another_tokenizer_are_reported(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_tokens_of_another_tokenizer_are_reported(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     alien = [[*rng.integers(1, 300, 60).tolist(), 0] for _ in range(COUNT)]
     (sentence,) = opened(pair(tmp_path / "alien", alien), path).told
-    assert "are not the tokens that data.tokenizer=" in sentence
+    assert "differ from the tokens that data.tokenizer=" in sentence
     beyond = [[*rng.integers(1, 300, 60).tolist(), 400, 0] for _ in range(COUNT)]
     with pytest.raises(UserError, match=r"has token 400 in document 0, but data.tokenizer="):
         opened(pair(tmp_path / "beyond", beyond), path)
@@ -276,9 +276,9 @@ OWN = (
     (sample(np.arange(9, dtype=np.uint16)), ""),
     (sample(mask=[1.0] * 4 + [0.0] * 4), ""),
     (sample(mask=[1] * 4 + [0] * 4), ""),
-    (sample(mask=[0.5] * 8), "float64 holds more than 0 and 1"),
-    (sample(mask=[2] * 8), "holds more than 0 and 1"),
-    (sample(mask=[np.nan] * 8), "holds more than 0 and 1"),
+    (sample(mask=[0.5] * 8), "float64 must be bool, or hold only the numbers 0 and 1"),
+    (sample(mask=[2] * 8), "must be bool, or hold only the numbers 0 and 1"),
+    (sample(mask=[np.nan] * 8), "must be bool, or hold only the numbers 0 and 1"),
     (sample(np.arange(9) + 8), "has token 16"),
     (sample([0] * 8 + [-100]), "has token -100"),
     (sample(np.arange(9.0)), "of type float64"),
@@ -303,5 +303,5 @@ def test_samples_of_the_user_are_checked_on_the_host(given: Sample, words: str) 
 def test_a_bad_token_outside_the_sample_is_refused_when_it_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "tok.json", trained())
     long = [[5] * 150 + [400] + [5] * 49 + [0]] * 3
-    with pytest.raises(UserError, match=r"holds the token 400 \(at 150\), but must hold tokens"):
+    with pytest.raises(UserError, match="holds the token 400 at position 150, but its"):
         opened(pair(tmp_path / "p", long), path).train[:]

@@ -159,13 +159,13 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl.zst", PACK[".zst"](JSONL * 99)[:-4], "a.jsonl.zst cannot be read (it was cut"),
     ("a.jsonl.xz", lzma.compress(JSONL)[:-4], "a.jsonl.xz cannot be read (it was cut short"),
     ("a.jsonl.bz2", bz2.compress(JSONL)[:-4], "a.jsonl.bz2 cannot be read (it was cut short"),
-    ("a.parquet", LFS, "is a pointer of Git LFS"),
+    ("a.parquet", LFS, "is a Git LFS pointer"),
     ("a.parquet", PAGE, "is parquet by its name but a page of HTML by its first bytes"),
     ("a.parquet", JSONL, "is parquet by its name but JSON lines by its first bytes"),
-    ("a.parquet.gz", gzip.compress(parquet()), "is parquet, which is packed inside"),
+    ("a.parquet.gz", gzip.compress(parquet()), "is parquet, which has its own compression"),
     ("a.jsonl", PAGE, "is a page of HTML"),
-    ("a.jsonl", LFS, "is a pointer of Git LFS"),
-    ("a.txt", LFS, "is a pointer of Git LFS"),
+    ("a.jsonl", LFS, "is a Git LFS pointer"),
+    ("a.txt", LFS, "is a Git LFS pointer"),
     ("a.txt", PAGE, "is a page of HTML"),
     ("a.txt", JSONL, "holds JSON lines"),
     ("part-00000", JSONL, "holds JSON lines"),
@@ -192,23 +192,23 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl.br", RANDOM, "packed in a way that is not read"),
     ("a.dump", LZ4, "is lz4"),
     ("a.7z", b"7z\xbc\xaf\x27\x1c" + RANDOM, "is an archive"),
-    ("train.bin", TOKENS, "is tokens or tensors"),
+    ("train.bin", TOKENS, "is a file of tokens or tensors"),
     ("train", TOKENS, "is not text: it has a NUL"),
-    ("a.npy", array(), "is tokens or tensors"),
-    ("a.npy.gz", gzip.compress(array()), "is tokens or tensors"),
-    ("a.safetensors", TENSORS, "is tensors or objects"),
+    ("a.npy", array(), "is a file of tokens or tensors"),
+    ("a.npy.gz", gzip.compress(array()), "is a file of tokens or tensors"),
+    ("a.safetensors", TENSORS, "is a file of tensors or objects"),
     ("model", TENSORS, "is tensors (safetensors)"),
-    ("a.pkl", pickle.dumps(ROWS), "is tensors or objects"),
+    ("a.pkl", pickle.dumps(ROWS), "is a file of tensors or objects"),
     ("dump", pickle.dumps(ROWS), "is a pickle"),
     ("a.tfrecord", RECORDS, "is a file of records"),
-    ("a.warc.gz", gzip.compress(b"WARC/1.0\r\n"), "is a file of records of the web"),
+    ("a.warc.gz", gzip.compress(b"WARC/1.0\r\n"), "is a file of web or mail records"),
     ("crawl", b"WARC/1.0\r\n" + TXT, "is warc"),
-    ("a.pdf", b"%PDF-1.7\n" + RANDOM, "is pages"),
-    ("a.docx", archive("zip"), "is pages"),
-    ("a.png", b"\x89PNG\r\n" + RANDOM, "is images"),
+    ("a.pdf", b"%PDF-1.7\n" + RANDOM, "is a formatted document"),
+    ("a.docx", archive("zip"), "is a formatted document"),
+    ("a.png", b"\x89PNG\r\n" + RANDOM, "is an image, sound or font"),
     ("a.gpg", RANDOM, "is encrypted"),
     ("a.ipynb", b'{"cells": [{"source": ["x"]}]}', "is a notebook"),
-    ("page.mhtml", b"MIME-Version: 1.0\n\n" + PAGE, "is a file of records of the web"),
+    ("page.mhtml", b"MIME-Version: 1.0\n\n" + PAGE, "is a file of web or mail records"),
     ("a.jsonl.md5", b"d41d8 a.jsonl\n", "is a checksum"),
     ("a.jsonl.tmp", JSONL, "is unfinished"),
     ("a.jsonl~", JSONL, "is an old copy"),
@@ -220,7 +220,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("jis.txt", "日本語の文章です。".encode("iso-2022-jp") * 9, "is ISO-2022-JP"),
     ("nobom.txt", PROSE.encode("utf-16-le"), "has a NUL at byte 1"),
     ("late.txt", TXT * 99 + b"\x00" + TXT, f"has a NUL at byte {len(TXT) * 99:,}"),
-    ("u16.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, but jsonl is UTF-8"),
+    ("u16.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, but jsonl must be UTF-8"),
     ("noise", RANDOM, "control characters"),
     ("numbers.txt", bytes(range(1, 32)) * 20, "control characters"),
     ("ansi.txt", b"\x1b[1mbold\x1b[0m\x0c\n" + TXT, WORD),
@@ -397,7 +397,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
     ),
     "the hub's cache": (
         {"blobs/ab12": TRAIN, "snapshots/c0ffee/train.jsonl": TRAIN, "refs/main": b"c0ffee"},
-        "give a snapshot in it, such as snapshots/c0ffee",
+        "give one of its snapshots, such as snapshots/c0ffee",
         [],
     ),
     "gzip -k": ({"x.jsonl": TRAIN, "x.jsonl.gz": gzip.compress(TRAIN)}, "the same content", []),
@@ -407,7 +407,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
         {"part-0.json": rows_of("a"), ".part-0.json.crc": b"crc\x00", "_SUCCESS": b"",
          "_committed_12": b"{}"},
         ["a"],
-        ["jsonl: 1 file", "marks and checksums: 2"],
+        ["jsonl: 1 file", "marker files and checksums: 2"],
     ),
     "a mixture": (
         {"a.jsonl": rows_of("row"), "b.txt": b"text", "c.jsonl.zst": PACK[".zst"](rows_of("z"))},
@@ -417,7 +417,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
     "test beside others": (
         {"web.jsonl": TRAIN, "web_test.jsonl": TEST, "latest.jsonl": rows_of("l")},
         ["l", "train"],
-        ["named test, not trained on unless it is named", "(web_test.jsonl)"],
+        ["named test (to train on such files, name them", "(web_test.jsonl)"],
     ),
     "configurations": (
         {"de/train-0.jsonl": rows_of("d"), "en/train-0.jsonl": rows_of("e")},
@@ -431,7 +431,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
          "__pycache__/a.pyc": b"\x00"},
         ["a = 1\n", "import a\n", "fn\n", "go\n"],
         ["text: 4 files (.py 2, .rs 1, .go 1)", "not read: 1 (x.csv)",
-         "images, sound, fonts or compiled: 1 (logo.png)"],
+         "images, sound, fonts or compiled files: 1 (logo.png)"],
     ),
     "an archive among rows": (
         {"a.jsonl": TRAIN, "b.tar.gz": archive("w:gz")},
@@ -556,7 +556,7 @@ def test_a_set_of_a_folder_with_both_splits_must_say_which(tmp_path: Path) -> No
         data = DataConfig(name="text", valid={"v": path}, cache_dir=str(tmp_path / ".c"))
         return texts_in(sets_of(data)["v"])
 
-    with pytest.raises(UserError, match="name those to evaluate"):
+    with pytest.raises(UserError, match="name the files to evaluate"):
         texts(str(root))
     assert texts(f"{root}/data/test-*") == ["t"]
 
@@ -590,7 +590,7 @@ def test_a_given_format_is_used_unless_the_bytes_contradict_it(tmp_path: Path) -
         ("a.txt", archive("w"), "text", "is a tar archive"),
         ("a.txt", TOKENS, "text", "has a NUL"),
         ("a.txt", LFS, "text", "Git LFS"),
-        ("a.jsonl", JSONL, "parquet", "is parquet by your format but JSON lines"),
+        ("a.jsonl", JSONL, "parquet", "is parquet by format= but JSON lines"),
         ("a.parquet", parquet(), "jsonl", "is parquet by its first bytes"),
     ):
         (tmp_path / name).write_bytes(content)
@@ -644,7 +644,7 @@ def test_parquet_that_cannot_tell_null_from_absent_is_refused(tmp_path: Path) ->
 
     rows = [{"messages": calling({"a": 1})}, {"messages": calling({"b": 2})}]
     (tmp_path / "a.parquet").write_bytes(parquet(rows))
-    with pytest.raises(UserError, match="column messages has objects in objects"):
+    with pytest.raises(UserError, match="column messages has nested objects"):
         conversations(tmp_path / "a.parquet")
 
 
@@ -702,4 +702,4 @@ def test_tokenizing_a_folder_prints_a_line_a_kind_and_split(
     out, err = capsys.readouterr()
     assert "jsonl, train: 2 files, 2 documents\n" in out and "text: 1 file, 1 document\n" in out
     assert "left out, README, LICENSE and the like: 1 (README.md)" in err
-    assert "left out, named test, not trained on" in err
+    assert "left out, named test (to train on such files" in err

@@ -136,7 +136,7 @@ ROWS = (
         (END,),
         "",
         {CONFIG: {"eos_token": EOS}},
-        words=(EOS, "not a token"),
+        words=(EOS, "must be a token"),
     ),
     Row(
         "an end that is a list",
@@ -152,7 +152,7 @@ ROWS = (
         QWEN,
         "",
         {GENERATION: {"eos_token_id": 999}},
-        words=("999", "not a token"),
+        words=("999", "must be a token"),
     ),
     Row(
         "true as number", QWEN, "", {MODEL: {"eos_token_id": True}}, words=("eos_token_id", "true")
@@ -218,8 +218,8 @@ def changed(path: list[Any], value: Any) -> str:
 
 # The fault of a tokenizer.json → words of the sentence.
 NUMBERS = (
-    (["added_tokens", 2, "id"], 5000, "numbers its added token <|im_end|> 5000, but the library"),
-    (["model", "vocab", "zz"], 5, "as token 5: give each token a number of its own"),
+    (["added_tokens", 2, "id"], 5000, "gives its added token <|im_end|> the id 5000, but"),
+    (["model", "vocab", "zz"], 5, "gives the id 5 to several tokens"),
     (["model", "dropout"], 0.1, "has dropout=0.1, which makes the tokens of a text random"),
 )
 
@@ -368,7 +368,7 @@ def test_roles_that_are_damaged_are_refused(tmp_path: Path) -> None:
     path = made(tmp_path / "tok", LLAMA_ROW)
     for found in ({"begin": [0]}, {"begin": [999], "ends": []}, {"begin": ["0"], "ends": []}):
         (path / "roles.json").write_text(json.dumps(found))
-        with pytest.raises(UserError, match=r"roles.json cannot be read"):
+        with pytest.raises(UserError, match=r"roles\.json must list ids"):
             open_tokenizer(str(path))
 
 
@@ -396,8 +396,8 @@ def test_a_given_tokenizer_must_have_the_tokens_of_the_weights(tmp_path: Path) -
 THEIRS = (
     ("gpt2", "GPT2Tokenizer", None),
     ("llama", "PreTrainedTokenizerFast", None),
-    ("begin and end", "GPT2Tokenizer", "for 200 of 200 texts"),
-    ("llama", "BertTokenizerFast", "does not load"),
+    ("begin and end", "GPT2Tokenizer", "tokenize 200 of 200 texts differently"),
+    ("llama", "BertTokenizerFast", "cannot load the tokenizer"),
 )
 
 
