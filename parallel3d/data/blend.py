@@ -112,7 +112,10 @@ class StagedShares:
         """
         firsts = [stage.first for stage in stages]
         if not stages or firsts[0] != 0 or sorted(set(firsts)) != firsts:
-            raise ValueError(f"stages from samples {firsts}")
+            raise ValueError(
+                f"stages begin at samples {firsts}, but the first must begin at 0, and each "
+                "later one after the one before"
+            )
         self._firsts = firsts
         self._members = [list(stage.weights) for stage in stages]
         self._shares = [Shares(list(stage.weights.values())) for stage in stages]

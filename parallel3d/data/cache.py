@@ -92,7 +92,7 @@ def kept(
     except OSError as error:
         raise unusable(folder, error.strerror or str(error)) from error
     if found is None:
-        raise unusable(folder, "the files written there read back damaged")
+        raise unusable(folder, "the files written there are damaged when read back")
     return found
 
 
@@ -120,7 +120,7 @@ def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
                 file = stack.enter_context(LocalFile(name, opener=no_link))
                 files[end] = file
                 if not is_trusted(os.fstat(file.fileno()), prefix.parent):
-                    problem = "is not used, because other users may write it"
+                    problem = "can be changed by other users"
                     raise ValueError
             content = parse_json(files.pop(".json").read(_LARGEST_FACTS))
             watched = {}
@@ -134,7 +134,7 @@ def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
             stack.pop_all()  # the files stay open
             return found
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            _log.info(f"{path} {problem}: it is built again")
+            _log.info(f"{path} {problem}, so it is built again")
             return None
 
 
@@ -160,7 +160,10 @@ def _build_lock(path: Path) -> Iterator[bool]:
                 # watchdog like one that waits for a dead disk.
                 time.sleep(_PAUSE_S)
         if not locked:
-            _log.info(f"{path.parent} is on a file system without locks: others may build it, too")
+            _log.info(
+                f"{path.parent} is on a file system without locks, so other runs may build the "
+                "same token cache at the same time"
+            )
         yield locked
     finally:
         # Closing releases the lock; the file stays, because removing it would race with other
@@ -182,7 +185,10 @@ def folder_of(data: DataConfig) -> Path:
     if not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
-        raise UserError("data.cache_dir is null and this user has no home folder: give a folder")
+        raise UserError(
+            "data.cache_dir is null, but this user has no home folder to hold the token cache; "
+            "give data.cache_dir=FOLDER"
+        )
     return Path(base) / "parallel3d"
 
 
@@ -212,8 +218,8 @@ def unusable(folder: Path, reason: str) -> UserError:
     other = Path(tempfile.gettempdir()) / f"parallel3d-cache-{os.geteuid()}"
     example = "" if other == folder else f", such as data.cache_dir={other}"
     return UserError(
-        f"data.cache_dir={folder} cannot hold the token cache, {reason}: give a folder that you "
-        f"may write{example}"
+        f"data.cache_dir={folder} cannot hold the token cache: {reason}; give a folder that you "
+        f"can write to{example}"
     )
 
 

@@ -40,6 +40,7 @@ from parallel3d.data.sources import (
 from parallel3d.data.tokenizer import FileTokenizer, Placed, Unencodable, open_tokenizer
 from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
+from parallel3d.text import count
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
@@ -55,6 +56,7 @@ Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant
 # Three pairs of characters, which enclose the special tokens that messages spell out, the text in
 # `{% generation %}`, and the numbers of anchors.
 Marks = tuple[str, ...]
+TAG_EACH = "give a template that puts these tags around each message of the assistant"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
 
@@ -108,8 +110,8 @@ class Reader:
         whole = rendering.text()
         if marked != given and _without(whole, marks[:2]) != Rendering(template, *given).text():
             raise Refused(
-                "spells out special tokens that its chat template looks for: write thoughts and "
-                "calls at their own keys, reasoning_content and tool_calls"
+                "spells out special tokens that its chat template looks for: write thoughts "
+                "under the key reasoning_content, and calls under tool_calls"
             )
         shown = Shown(rendering, whole, marks, asked)
         shown.check()
@@ -154,13 +156,16 @@ class Reader:
                 left.append(turn)
                 continue
             if not speakers:
-                raise Refused("has a template whose {% generation %} tags enclose no message alone")
+                raise Refused(
+                    "selects messages to learn, but it is unclear which of them the "
+                    f"{{% generation %}} tags of its template enclose; {TAG_EACH}"
+                )
             if all(shown.row.learned[number] for number in speakers):
                 left.append(turn)
             elif any(shown.row.learned[number] for number in speakers):
                 raise Refused(
-                    "has a template whose {% generation %} tags enclose a message to learn and one "
-                    "not to learn"
+                    "has a message to learn and one not to learn between the same {% generation %} "
+                    f"tags of its template; {TAG_EACH}"
                 )
         return left
 
@@ -240,7 +245,8 @@ class Reader:
             every = self._stood_in(whole, marks, held, every=True)
             if not np.array_equal(every.tokens, self._tokenizer.place(plain).tokens):
                 raise Refused(
-                    "spells out special tokens, which its tokenizer does not separate from text"
+                    "spells out special tokens, which cannot be encoded as plain text with its "
+                    "tokenizer"
                 )
             made = self._stood_in(whole, marks, held, every=False)
         except UnicodeEncodeError:
@@ -249,7 +255,10 @@ class Reader:
             raise Refused(f"cannot be encoded by its tokenizer ({error.why})") from None
         for begin, end in zip(made.begins.tolist(), made.ends.tolist(), strict=True):
             if whole[begin - 1 : begin] == marks[0] and whole[end : end + 1] == marks[1]:
-                raise Refused(f"spells out {whole[begin:end]}, which is one token even as text")
+                raise Refused(
+                    f"spells out {whole[begin:end]}, which its tokenizer turns into that token "
+                    "even when it is plain text"
+                )
         return made
 
     def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> Placed:
@@ -351,8 +360,9 @@ def find_chat(data: DataConfig) -> Chat:
     tokenizer = open_tokenizer(data.tokenizer) if data.tokenizer is not None else None
     if not isinstance(tokenizer, FileTokenizer):
         raise UserError(
-            f"data=chat needs data.tokenizer, which is {show(data.tokenizer)}: give a folder with "
-            "a tokenizer.json and a chat template, or run= of an imported model"
+            "data=chat needs a tokenizer with a chat template, but data.tokenizer is "
+            f"{show(data.tokenizer)}; give a folder with a tokenizer.json and a chat template, or "
+            "run= of an imported model"
         )
     documents, lines = take_documents(data)
     template = ChatTemplate(tokenizer)
@@ -407,14 +417,14 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
 
     Raises UserError if more rows than allowed are not conversations, or if no row is one.
     """
-    _log.info(f"building the token cache: conversations of {len(chat.documents)} files")
+    _log.info(f"building the token cache: conversations in {count(len(chat.documents), 'file')}")
     reader, told = Reader(chat.tokenizer, chat.template), Told()
     for where, line in _rows(chat.documents):
         told.rows += 1
         try:
             found = reader.read(_row_of(line))
             if not found.spoken[1:].any():
-                raise Refused("has no words of the assistant to learn")
+                raise Refused("has no words from the assistant to learn")
         except Refused as error:
             told.bad += 1
             told.first = told.first or f"{where} {error}"
@@ -424,7 +434,9 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
         writer.add(found.tokens | np.where(found.spoken, SPOKEN, 0))
     _judge(chat, told, least=1)
     if not writer.documents:
-        raise UserError("data.path holds no conversations: give jsonl with one per row")
+        raise UserError(
+            "data.path holds no conversations; give jsonl with one conversation per row"
+        )
     return {"told": told.lines()}
 
 
@@ -435,14 +447,14 @@ def _judge(chat: Chat, told: Told, least: int) -> None:
     """
     if not chat.most_bad and told.bad:
         raise UserError(
-            f"data.path: {told.first}; fix or remove it, or give data.skip_bad_rows=0.01 to leave "
-            "out such rows, up to 1 % of all"
+            f"data.path: {told.first}; fix or remove this row, or give data.skip_bad_rows=0.01 "
+            "to leave out such rows, up to 1 % of all"
         )
     if told.rows >= least and told.bad > chat.most_bad * told.rows:
         raise UserError(
             f"data.path: {told.bad:,} of the first {told.rows:,} rows are not conversations, more "
-            f"than data.skip_bad_rows={chat.most_bad:g} of them; the first is {told.first}; fix "
-            "them, or give a larger data.skip_bad_rows"
+            f"than data.skip_bad_rows={chat.most_bad:g} of them, beginning with this one: "
+            f"{told.first}; fix these rows, or give a larger data.skip_bad_rows"
         )
 
 

@@ -89,25 +89,25 @@ def _each(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-_LEARN_BY = f"{', '.join(LEARNED[:-1])} or {LEARNED[-1]} of a message select what is learned"
+_LEARN_BY = f"use {', '.join(LEARNED[:-1])} or {LEARNED[-1]} of a message to select what is learned"
 REFUSED_OF_ROWS = {
     **_each(_NOT_TEXT, "conversations are learned only from text"),
     **_each(_LEARNING, _LEARN_BY),
     **_each(_OPTIONS, f"options of a template belong in {KWARGS}"),
     "continue_final_message": "an answer that is to be continued cannot be learned",
-    "chat_template": "the template is the tokenizer's",
+    "chat_template": "the template of the tokenizer is used",
     "history": f"earlier turns belong in {MESSAGES}",
-    **_each(_SYSTEMS, f"{SYSTEM} is, and so is a first message of this role"),
-    **_each(_TOOLS, f"{TOOLS} is"),
+    **_each(_SYSTEMS, f"use {SYSTEM} instead, or a first message of this role"),
+    **_each(_TOOLS, f"use {TOOLS} instead"),
     **_each("thinking reasoning_content", f"thoughts belong in {THOUGHTS[0]} of a message"),
 }
 REFUSED_OF_MESSAGES = {
     **_each(f"{_NOT_TEXT} file files attachments", "conversations are learned only from text"),
     **_each(_OTHER_THOUGHTS, f"thoughts belong in {THOUGHTS[0]}"),
     **_each("prefix partial", "an answer that is to be continued cannot be learned"),
-    **_each(f"tools functions documents {KWARGS}", "it belongs next to the messages"),
+    **_each(f"tools functions documents {KWARGS}", f"it belongs in the row, next to {MESSAGES}"),
     "refusal": "words to learn belong in content",
-    **_each("channel recipient end_turn", "the chat template does not read it"),
+    **_each("channel recipient end_turn", "remove it, or use a chat template that reads it"),
 }
 _NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # refused even if a template reads them
 LABEL = "label"  # true or false in rows of unpaired preferences
@@ -199,7 +199,7 @@ def _spelled(value: Any, kind: type, what: str) -> Any:
             raise Refused(f"has {what} as text that {error}") from None
     if not isinstance(value, kind):
         named = "an object" if kind is dict else "a list of objects"
-        raise Refused(f"has {what} that are neither {named} nor its JSON text")
+        raise Refused(f"has {what}, which must be {named} or its JSON text")
     return value
 
 
@@ -220,8 +220,8 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
         return None
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list):
-        raise Refused(f"has {what} that are neither a list of objects nor its JSON text")
-    return [_spelled(item, dict, what) for item in items]
+        raise Refused(f"has {what}, which must be a list of objects or its JSON text")
+    return [_spelled(item, dict, f"an item of {what}") for item in items]
 
 
 # Rows
@@ -243,7 +243,7 @@ def read_row(row: Any) -> Row:
     if isinstance(turns, str):
         turns = _spelled(turns, list, listed[0])
     if not isinstance(turns, list) or not all(isinstance(m, dict) for m in turns):
-        raise Refused(f"has {listed[0]} that are not a list of objects")
+        raise Refused(f"has {listed[0]}, which must be a list of objects")
     known = {*LISTS, *SYSTEMS, TOOLS, FUNCTIONS, DOCUMENTS, KWARGS, *LEARNED}
     for key, value in row.items():
         if key in known or _is_empty(key, value):
@@ -251,7 +251,7 @@ def read_row(row: Any) -> Row:
         _check_not_close(key, known, REFUSED_OF_ROWS, "")
         if key == LABEL and isinstance(value, bool):
             raise Refused(
-                f"has {LABEL}={show(value)}: rows to prefer and to avoid are not distinguished"
+                f"has {LABEL}={show(value)}, but preferred and rejected rows are not distinguished"
             )
         unread.add(plain(key))
     for key in LEARNED:
@@ -271,7 +271,7 @@ def read_row(row: Any) -> Row:
     if first is not None:
         messages.insert(0, {"role": SYSTEM, "content": first})
         learned.insert(0, True)
-        names.insert(0, "its system text")
+        names.insert(0, "a system text")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise Refused(f"has no message of role {ASSISTANT} to learn from")
     documents = _objects(row.get(DOCUMENTS), DOCUMENTS)
@@ -290,10 +290,12 @@ def read_row(row: Any) -> Row:
 def _without_messages(row: Mapping[str, Any]) -> str:
     close = nearest(MESSAGES, [key for key in row if key != MESSAGES])
     if close:
-        return f"has no {MESSAGES}; the nearest is {show(plain(close))}"
+        return f"has no {MESSAGES}; the nearest key is {show(plain(close))}"
     keys = ", ".join(plain(key) for key in list(row)[:5]) or "none"
+    more = " …" if len(row) > 5 else ""
     return (
-        f"has no {MESSAGES}, and its keys are {keys}: write a list of objects with role and content"
+        f"has no {MESSAGES}, and its keys are {keys}{more}: write {MESSAGES} as a list of objects "
+        "with role and content"
     )
 
 
@@ -311,7 +313,7 @@ def _check_not_close(key: str, known: Collection[str], refused: Mapping[str, str
         iter(difflib.get_close_matches(key, names, n=1, cutoff=CLOSE)), None
     )
     if meant is not None:
-        why = refused.get(meant) or f"{meant} is"
+        why = refused.get(meant) or f"use {meant} instead"
         raise Refused(f"has {show(plain(key))}{of}, which is not read: {why}")
 
 
@@ -331,7 +333,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     for key, some in ((TOOLS, tools), (FUNCTIONS, functions)):
         for number, tool in enumerate(some or (), 1):
             if not name_of(tool):
-                raise Refused(f"has {key} whose number {number} has no name")
+                raise Refused(f"has no name in item {number} of {key}")
     if functions:
         return [{"type": FUNCTION, FUNCTION: _with_schema(one)} for one in functions]
     return tools and [_with_schema(tool) for tool in tools]
@@ -374,7 +376,7 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
     given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
     for key, text in given.items():
         if not isinstance(text, str):
-            raise Refused(f"has {key} that is not text")
+            raise Refused(f"has {key}, which must be text")
     if not given:
         return None
     key, text = next(iter(given.items()))
@@ -398,7 +400,7 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     missing, as in transformers. Raises Refused.
     """
     given = {key: value for key, value in turn.items() if value is not None}
-    of = f" of message {number}"
+    of = f" in message {number}"
     if FROM in given or VALUE in given:
         if "role" in given or "content" in given:
             raise Refused(f"has role or content together with {FROM} or {VALUE}{of}")
@@ -408,10 +410,10 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
             given["content"] = given.pop(VALUE)
     role = given.get("role")
     if not isinstance(role, str) or not role:
-        raise Refused(f"has no text as role{of}")
+        raise Refused(f"has message {number}, whose role must be a name such as {USER}")
     meant = OTHER_ROLES.get(role) or next((r for r in ROLES if _bare(r) == _bare(role)), role)
     if meant != role:
-        raise Refused(f"has the role {show(plain(role))}{of}, which is called {meant}")
+        raise Refused(f"has the role {show(plain(role))}{of}: write {meant} instead")
     flags = {key: _flag(given.pop(key, None), key, of) for key in LEARNED}
     told = {flag for flag in flags.values() if flag is not None}
     if len(told) > 1:
@@ -448,12 +450,12 @@ def _speaker(given: Mapping[str, Any], number: int) -> str:
     if isinstance(who, str) and who in OTHER_ROLES:
         raise Refused(
             f"has a turn from {who} as message {number}: write {MESSAGES} with role and content, "
-            f"it is a message of role {OTHER_ROLES[who]}"
+            f"and give this one the role {OTHER_ROLES[who]}"
         )
     close = nearest(who, SPEAKERS) if isinstance(who, str) else None
     hint = f"; the nearest is {close}" if close else ""
     raise Refused(
-        f"has {FROM}={show(who)} of message {number}: it must be {', '.join(SPEAKERS)}{hint}"
+        f"has {FROM}={show(who)} in message {number}: it must be one of {', '.join(SPEAKERS)}{hint}"
     )
 
 
@@ -464,7 +466,7 @@ def _flag(value: Any, key: str, of: str) -> bool | None:
     for flag, learned in FLAGS:
         if type(value) in (bool, int, float) and value == flag:
             return learned
-    raise Refused(f"has {key}={_short(value)}{of}: it must be 0 or 1, or true or false")
+    raise Refused(f"has {key}={_short(value)}{of}: it must be 0, 1, true or false")
 
 
 def _short(value: Any) -> str:
@@ -482,16 +484,16 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
         if not any(given.get(name) for name in THOUGHTS):
             if len(words) < len(parts):
                 raise Refused(
-                    f"has {DETAILS} of message {number} that are not only text: write its "
+                    f"has {DETAILS} in message {number} that are not only text: write the "
                     f"thoughts as {THOUGHTS[0]}, or remove them"
                 )
             given[THOUGHTS[0]] = "".join(words)
     found = {name: given[name] for name in THOUGHTS if name in given}
     for name, text in found.items():
         if not isinstance(text, str):
-            raise Refused(f"has {name} of message {number} that is not text")
+            raise Refused(f"has message {number}, whose {name} must be text")
     if len(set(found.values())) > 1:
-        raise Refused(f"has different thoughts as {' and '.join(found)} of message {number}")
+        raise Refused(f"has different thoughts as {' and '.join(found)} in message {number}")
     if found:
         thought = next(iter(found.values()))
         given |= {"thinking": thought, "reasoning_content": thought}
@@ -508,11 +510,12 @@ def _content(given: Mapping[str, Any], number: int) -> Any:
     if content is None or content == []:
         if role == ASSISTANT and (given.get(CALLS) or given.get(CALL_OF_2023)):
             return None
-        called = f" nor {CALLS}" if role == ASSISTANT else ""
-        raise Refused(f"has no text as content{called} of message {number}, of role {plain(role)}")
+        lacks = f"neither content nor {CALLS}" if role == ASSISTANT else "no content"
+        raise Refused(f"has {lacks} in message {number} of role {plain(role)}")
     if not isinstance(content, list):
         raise Refused(
-            f"has no text as content of message {number}, of role {plain(role)}: write it as text"
+            f"has message {number} of role {plain(role)}, whose content must be text or a list of "
+            "parts"
         )
     return [_part(part, number) for part in content]
 
@@ -525,14 +528,14 @@ def _part(part: Any, number: int) -> dict[str, Any]:
     kind, text = part.get("type"), part.get("text")
     if kind != "text":
         raise Refused(
-            f"has a part of type {_short(kind)} in message {number}: only parts of type text are "
-            "learned from"
+            f"has a part of type {_short(kind)} in message {number}: only parts of type text can "
+            "be learned"
         )
     if not isinstance(text, str):
         raise Refused(f"has a part of message {number} without text")
-    more = [key for key in part if key not in ("type", "text", "cache_control", "annotations")]
-    if any(part[key] not in EMPTY for key in more):
-        raise Refused(f"has {plain(more[0])} in a part of message {number}, which is not read")
+    known = ("type", "text", "cache_control", "annotations")
+    if more := [key for key, each in part.items() if key not in known and each not in EMPTY]:
+        raise Refused(f"has the key {plain(more[0])} in a part of message {number}: remove it")
     return {"type": "text", "text": text}
 
 
@@ -547,11 +550,15 @@ def _put_calls(given: dict[str, Any], role: str, number: int) -> None:
     if key not in given:
         return
     if role != ASSISTANT:
-        raise Refused(f"has {key} in message {number} of role {plain(role)}")
+        raise Refused(
+            f"has {key} in message {number} of role {plain(role)}, but only messages of role "
+            f"{ASSISTANT} call tools"
+        )
     what = f"{key} of message {number}"
     calls = [_call(call, what) for call in _objects(given[key], what) or ()]
     if not calls or (key == CALL_OF_2023 and len(calls) > 1):
-        raise Refused(f"has {what} that is not one call")
+        needed = "one call" if key == CALL_OF_2023 else "at least one call"
+        raise Refused(f"has {what}, which must hold {needed}")
     given[key] = calls if key == CALLS else calls[0]
 
 
@@ -559,9 +566,11 @@ def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Returns a call, which must have a name and arguments. Raises Refused."""
     call = {key: value for key, value in call.items() if value is not None}
     if call.get("type", FUNCTION) != FUNCTION:
-        raise Refused(f"has {what} of type {_short(call['type'])}: only functions are called")
+        raise Refused(
+            f"has a call of type {_short(call['type'])} in {what}: its type must be {FUNCTION}"
+        )
     if not name_of(call):
-        raise Refused(f"has {what} without a name")
+        raise Refused(f"has a call without a name in {what}")
     if FUNCTION not in call:
         return call | {"arguments": _arguments(call, f"arguments in {what}")}
     function = call[FUNCTION]
@@ -630,13 +639,11 @@ class Told:
         """Returns notes for the user about the rows, one sentence each."""
         found = keys_not_read(self._unread)
         if self._thoughts:
-            found.append(
-                f"{_rows(self._thoughts)} with thoughts of turns that the chat template leaves out"
-            )
+            found.append(f"the chat template leaves out thoughts in {_rows(self._thoughts)}")
         if self.bad:
             found.append(
-                f"{self.bad:,} of {self.rows:,} rows are left out by data.skip_bad_rows; the first "
-                f"is {self.first}"
+                f"{self.bad:,} of {self.rows:,} rows are left out by data.skip_bad_rows, "
+                f"beginning with this one: {self.first}"
             )
         return found
 
@@ -675,7 +682,9 @@ def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
         pairs = zip(row.names, row.messages, strict=True)
         name = next(name for name, message in pairs if key in message)
         if key in REFUSED_OF_MESSAGES:
-            raise Refused(f"has {key} in {name}, which is not read: {REFUSED_OF_MESSAGES[key]}")
+            raise Refused(
+                f"has {name} with the key {key}, which is not read: {REFUSED_OF_MESSAGES[key]}"
+            )
         found |= {f"{plain(key)} of messages"}
     if row.documents and not takes(DOCUMENTS):
         raise Refused(f"has {DOCUMENTS}, which the chat template does not show: remove them")
@@ -698,7 +707,7 @@ def _check_order(row: Row) -> None:
             at = calls.index(message[CALL_ID])
             if at < last:
                 raise Refused(
-                    f"has {name} in another order than the calls, whose ids its chat template does "
-                    "not show: put the results in the order of the calls"
+                    f"has {name} in the wrong order: its chat template does not show the ids of "
+                    "calls, so put the results in the order of the calls"
                 )
             last = at

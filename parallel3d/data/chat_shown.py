@@ -25,8 +25,8 @@ from parallel3d.files import plain
 NO_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")  # some templates end a prompt with this tag
 THOUGHT = re.compile(r"^(?:\s*<think>)?(.*?)</think>", re.DOTALL)
 REMEDY = (
-    "give the template {% generation %} tags, write thoughts as reasoning_content, or give a row "
-    "to each answer"
+    "add {% generation %} tags to the template, write thoughts as reasoning_content, or make one "
+    "row per answer"
 )
 OTHER_ROLES = {DEVELOPER: "system", FUNCTION: "tool", "ipython": "tool"}
 
@@ -303,18 +303,21 @@ class Shown:
             return place
         at = self.whole.find(words, begin) if words else -1
         if at < 0:
-            raise Refused(f"the template does not show the words of {self.row.names[number]}")
+            raise Refused(
+                f"has {self.row.names[number]}, whose end cannot be found in the "
+                f"output of its chat template: {REMEDY}"
+            )
         return at + len(words)
 
     def silent(self, number: int) -> Refused:
         """Returns the error for a turn without words, because only its end would be learned."""
-        return Refused(f"has {self.row.names[number]}, in which only the end would be learned")
+        return Refused(f"has nothing to learn in {self.row.names[number]} except its end")
 
     def unknown(self, number: int) -> Refused:
         """Returns the error for a turn that cannot be found in the text."""
         return Refused(
             f"has a template that changes the text before {self.row.names[number]} when more "
-            f"follows, so that the assistant's words cannot be found: {REMEDY}"
+            f"messages follow, so the assistant's words cannot be found: {REMEDY}"
         )
 
 

@@ -59,8 +59,8 @@ class ChatTemplate:
         )
         if spelled is not None:
             raise UserError(
-                f"{self.named} writes {plain(spelled)}, which a file next to it calls a token, but "
-                f"which is not in its {TOKENIZER}: save the tokenizer with all its tokens, with "
+                f"{self.named} writes {plain(spelled)}, but this token, which another file of the "
+                f"tokenizer names, is missing from {TOKENIZER}; save the tokenizer again with "
                 "save_pretrained of transformers"
             )
         tokens.setdefault("eos_token", tokenizer.eot_text)
@@ -68,8 +68,9 @@ class ChatTemplate:
         used = {name: self.texts[name] for name in (DEFAULT, WITH_TOOLS) if name in self.texts}
         if not used:
             raise UserError(
-                f"{self.named} has several names, {plain(', '.join(self.texts))}, but none is "
-                f"{DEFAULT}: give one of them this name"
+                f"the tokenizer {tokenizer.name} has chat templates named "
+                f"{plain(', '.join(self.texts))}, but none named {DEFAULT}; give one of them this "
+                "name"
             )
         self._by_name = {name: Template(text, self.named, tokens) for name, text in used.items()}
 
@@ -136,7 +137,7 @@ class Template:
             if isinstance(error, MemoryError):
                 raise
             why = plain(" ".join(str(error).split()) or type(error).__name__)
-            hint = ": replace it with a fixed date" if CLOCK in why else ""
+            hint = f": replace {CLOCK} in the template with a fixed date" if CLOCK in why else ""
             raise Refused(f"is refused by its chat template ({why}){hint}") from None
 
     def reads(self, key: str) -> bool:

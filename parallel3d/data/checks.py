@@ -43,28 +43,29 @@ def check_validation(
     for name, path in (sets or {}).items():
         if not (isinstance(path, str) and path):
             raise UserError(
-                f"data.valid gives {show(name)} the path {show(path)}, which must be the prefix "
-                f"of a pair, or text; as in 'data.valid={{{name}:corpora/{name}}}'."
+                f"data.valid gives {show(name)} the path {show(path)}, but must give the prefix "
+                f"of a pair or the path of a text, as in 'data.valid={{{name}:corpora/{name}}}'."
             )
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]*\w[\w.-]*", name)):
             close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_.-") or "set"
             close = close if isinstance(name, str) else f"set_{close}"  # YAML reads 0 as a number
             raise UserError(
                 f"data.valid: the name {show(name)} must consist of letters, digits, -, _ and "
-                f"dots, and not of dots alone, as loggers show it; the nearest is {close}."
+                f"dots, with at least one letter, digit or _, because loggers show it; the nearest "
+                f"is {close}."
             )
     if ema_decay is not None and "ema" in (data.blend or {}):
         raise UserError(
-            "data.blend must have no part named ema with optim.ema_decay, whose held-out loss "
-            "has that name; the nearest is ./ema."
+            "data.blend must have no part named ema if optim.ema_decay is set, because the "
+            "held-out loss of the averaged weights has that name; the nearest is ./ema."
         )
     batches = train.eval_batches
     if train.eval_only and (run is None or batches == 0):
         raise UserError(
-            "train.eval_only=true requires run=, whose checkpoint it evaluates, and "
-            f"train.eval_batches above 0 or null, but {spell('run', run)} and "
-            f"{spell('train.eval_batches', batches)}; the nearest is run=NAME "
-            "train.eval_batches=null."
+            "train.eval_only=true evaluates the checkpoint of a run, so it requires run= and "
+            "train.eval_batches above 0 or null, but was given "
+            f"{spell('run', run)} and {spell('train.eval_batches', batches)}; the nearest is "
+            "run=NAME train.eval_batches=null."
         )
 
 
@@ -77,8 +78,8 @@ PACKED = ("corpus", "blend")
 # The meaning of `data.path`, by the kind of source.
 PATHS = {
     "text": "a file, a folder or a glob, as in data.path=book.txt, or choose data=stdlib",
-    "corpus": "the prefix of a pair, its name without .bin and .idx, as in data.path=corpora/web",
-    "chat": "jsonl, a conversation a row, as in data.path=sft.jsonl",
+    "corpus": "the prefix of a pair (its name without .bin and .idx), as in data.path=corpora/web",
+    "chat": "jsonl with one conversation per row, as in data.path=sft.jsonl",
 }
 
 
@@ -109,7 +110,7 @@ def check_corpora(data: DataConfig) -> None:
             if data.name == "blend":
                 near = f"'data.blend={{{value}:1}}'"
             raise UserError(
-                f"data.{name}={show(value)} is not read by data={data.name}; the nearest is {near}."
+                f"data.{name}={show(value)} is not read by data={data.name}; give {near}."
             )
 
 
@@ -127,12 +128,12 @@ def blend_weights(data: DataConfig) -> list[Weights]:
         if first <= stages[-1].first:
             near = stages[-1].first + 1
             raise UserError(
-                f"{name} must be a number of tokens, above {stages[-1].first:,} of the stage "
-                f"before it; the nearest is {near}."
+                f"{name} must be a number of tokens greater than that of the stage before it, "
+                f"{stages[-1].first:,}; the nearest is {near}."
             )
         if not isinstance(weights, dict) or not weights:
             raise UserError(
-                f"{name} is {show(weights)}, and must be weights by prefix; as in "
+                f"{name} is {show(weights)}, but must be weights by prefix, as in "
                 f"'data.blend_stages={{{first}:{{corpora/web:0.5,corpora/math:0.5}}}}'."
             )
         stages.append(Weights(first, _weights(weights, name)))
@@ -147,18 +148,18 @@ def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
             continue
         is_number = isinstance(typed, (int, float)) and not isinstance(typed, bool)
         if not is_number or not math.isfinite(typed) or typed <= 0:
-            near = f"to leave {show(str(prefix))} out"
+            remedy = f"leave {show(str(prefix))} out"
             if isinstance(typed, str):
-                near = nearest(typed, [TOKENS]) or "1"
+                remedy = f"the nearest is {nearest(typed, [TOKENS]) or '1'}"
             raise UserError(
                 f"{name} gives {show(str(prefix))} the weight {show(typed)}: it must be a number "
-                f"above 0 or {TOKENS}; the nearest is {near}."
+                f"above 0 or {TOKENS}; {remedy}."
             )
         weights[str(prefix)] = Fraction(repr(typed))
     small = next(((p, w) for p, w in weights.items() if w is not None and w < 1), None)
     if small is not None and None in weights.values():
         raise UserError(
-            f"{name} gives {show(small[0])} the weight {float(small[1]):g}: next to {TOKENS} it "
-            f"must be a number of tokens, at least 1; the nearest is {TOKENS}."
+            f"{name} gives {show(small[0])} the weight {float(small[1]):g}: if another weight is "
+            f"{TOKENS}, it must be a number of tokens and at least 1; the nearest is {TOKENS}."
         )
     return weights

@@ -77,6 +77,7 @@ from parallel3d.data.tokens import (
     size_of,
 )
 from parallel3d.errors import UserError
+from parallel3d.text import count
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig, ModelConfig
@@ -264,14 +265,17 @@ class Blend:
         """The first notes for the user about the corpora, one sentence each."""
         told = [sentence for corpus in self.corpora for sentence in corpus.told]
         if len(told) > _SENTENCES:
-            told[_SENTENCES:] = [f"{len(told) - _SENTENCES:,} more notes concern its other parts"]
+            told[_SENTENCES:] = [
+                f"data.blend: {count(len(told) - _SENTENCES, 'more note')} about its parts, not "
+                "shown here"
+            ]
         begin = self.taught.begin
         bare = [one.named for one in self.corpora if one.taught.begin != begin]
         if bare:
             told.append(
                 f"the documents of {len(bare):,} of {len(self.corpora):,} parts, such as "
-                f"{bare[0]}, lack the tokens that begin those of other parts: tokenize all parts "
-                "in the same way"
+                f"{bare[0]}, do not begin with the same tokens as those of other parts: tokenize "
+                "all parts in the same way"
             )
         return tuple(told)
 
@@ -400,8 +404,8 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     if 0.0 < data.held_out < 1.0:
         if pair.documents < 2:
             raise UserError(
-                f"data.path={data.path} has one conversation, but one to train on and one held out "
-                "are needed"
+                f"data.path={data.path} has one conversation, but needs one to train on and one to "
+                "hold out; give more conversations, or data.valid_fraction=0"
             )
         wanted = len(pair) - max(1, int(len(pair) * data.held_out))
         last = min(max(1, pair.document_from(wanted)), pair.documents - 1)
@@ -431,7 +435,7 @@ def _check_windows(corpus: Corpus, seq_length: int) -> None:
         windows = (len(tokens) - 1) // seq_length
         if windows < 1:
             raise UserError(
-                f"data.path: its {'held-out' if held_out else 'training'} conversations have "
+                f"data.path: the {'held-out' if held_out else 'training'} conversations have "
                 f"{len(tokens):,} tokens, but a sample of data.packing=concat has "
                 f"{seq_length + 1:,}: give data.packing=padded"
             )
@@ -456,12 +460,12 @@ def _held_out_tokens(tokens: int, data: DataConfig, seq_length: int, named: str)
     needs = f"one sample needs {sample:,}"
     if share:
         needs = f"one sample to train on and one held out need {2 * sample:,}"
-    fits = "no model.seq_length fits: give more text"
+    fits = "give more text, because no model.seq_length is short enough"
     if longest >= 1:
         fits = f"model.seq_length must be at most {longest}"
     raise UserError(
         f"{named} is too short for model.seq_length={seq_length}: it has {tokens:,} tokens, "
-        f"{needs}, {fits}"
+        f"but {needs}; {fits}"
     )
 
 
@@ -509,7 +513,9 @@ def _open_pairs(
 
 
 def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> WeightPeriod:
-    """Returns a stage with whole weights by index of the corpus, and its start in samples."""
+    """Converts a stage: its start to samples, and its weights to whole numbers, keyed by corpus
+    index.
+    """
     typed = stage.by_prefix
     members = [k for k, corpus in enumerate(corpora) if corpus.name in typed]
     exact = [typed[corpora[k].name] or Fraction(len(corpora[k].train)) for k in members]
@@ -529,7 +535,7 @@ def _check_alike(corpora: Sequence[Corpus]) -> None:
         if (corpus.tokenizer, corpus.eot) != (first.tokenizer, first.eot):
             raise UserError(
                 f"{first.named} and {show(corpus.name)} were made with different tokenizers, "
-                f"{first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make both with one tokenizer"
+                f"{first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make both with the same one"
             )
 
 
@@ -603,14 +609,14 @@ def _facts(
     if (kept.documents, kept.tokens) != (pair.documents, len(pair)):
         raise UserError(
             f"{pair.named} cannot be read, because {pair.prefix}.json belongs to another pair: it "
-            f"has {kept.documents:,} documents of {kept.tokens:,} tokens, but the .idx has "
-            f"{pair.documents:,} of {len(pair):,}; make the pair again"
+            f"has {kept.documents:,} documents and {kept.tokens:,} tokens, but the .idx "
+            f"has {pair.documents:,} and {len(pair):,}; make the pair again"
         )
     if tokenizer is not None and tokenizer.digest != kept.tokenizer:
         raise UserError(
-            f"{pair.named} was made by another tokenizer than data.tokenizer="
+            f"{pair.named} was made with another tokenizer than data.tokenizer="
             f"{show(data.tokenizer)}: their digests are {kept.tokenizer[:12]} and "
-            f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own"
+            f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own tokenizer"
         )
     known = tokenizer or (ByteTokenizer() if kept.tokenizer == BYTE else None)
     if known is not None and known.eot != kept.eot:
@@ -804,7 +810,7 @@ def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> 
     _check_lengths(pieces.cut, data, capacity, corpus.named)
     if not pieces.starts.size:
         raise UserError(
-            f"{corpus.named} has no document of two tokens in its {name} part, but "
+            f"{corpus.named} has no document of two or more tokens in its {name} part, but "
             f"data.packing={data.packing} needs one: give data.packing=concat"
         )
     if not corpus.marked:
@@ -814,8 +820,8 @@ def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> 
         raise nothing_said(held_out)
     if left_out := int((~kept).sum()):
         _log.info(
-            f"left out of the {name} samples: {left_out:,} of {kept.size:,} pieces of "
-            "conversations, in which the assistant says nothing"
+            f"left out of the {name} samples, because the assistant says nothing in them: "
+            f"{left_out:,} of {kept.size:,} pieces of conversations"
         )
     return pieces._replace(starts=pieces.starts[kept], lengths=pieces.lengths[kept])
 
@@ -828,9 +834,9 @@ def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) 
     if documents and not data.cut_documents:
         has = f"{documents:,} documents" if documents > 1 else "a document"
         raise UserError(
-            f"{named} has {has} longer than the {capacity:,} tokens of a sample, which "
-            f"data.packing={data.packing} does not cut: give data.cut_documents=true, which cuts "
-            "them, or a longer model.seq_length"
+            f"{named} has {has} longer than the {capacity:,} tokens of a sample, but "
+            f"data.packing={data.packing} does not cut documents: give data.cut_documents=true, or "
+            "a longer model.seq_length"
         )
 
 
@@ -866,7 +872,7 @@ def _prefix_of(path: str) -> str | None:
             return bare
         if endings(file_name(path)) != ("", "") and named_form(path) is not None:
             raise UserError(
-                f"{path} is an address of {named_form(path)}, but only pairs are read from "
+                f"{path} is the address of a {named_form(path)} file, but only pairs are read from "
                 "addresses: copy it to this host, or make a corpus of it with `parallel3d data "
                 "tokenize`"
             )
@@ -879,8 +885,8 @@ def _prefix_of(path: str) -> str | None:
         pairs = sorted(each[:-4] for each in os.listdir(local) if each.endswith(".idx"))
         if pairs:
             raise UserError(
-                f"{path} holds pairs of tokens ({', '.join(pairs[:3])}{' …' if pairs[3:] else ''}):"
-                f" name each as a set of its own, such as {os.path.join(path, pairs[0])}"
+                f"{path} is a folder of pairs ({', '.join(pairs[:3])}{' …' if pairs[3:] else ''}):"
+                f" give each as a set of its own, such as {os.path.join(path, pairs[0])}"
             )
     return None
 
@@ -899,7 +905,7 @@ def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:
     for name, one in sets_of(data).items():
         with _naming(name):
             found = check_data(one, seq_length, vocab_size=vocab_size)
-        sentences += [f"data.valid, its set {show(name)}: {sentence}" for sentence in found]
+        sentences += [f"set {show(name)} of data.valid: {sentence}" for sentence in found]
     return sentences
 
 
@@ -917,16 +923,17 @@ def open_sets(
             assert isinstance(corpus, Corpus), "sets are not blends"
             if (corpus.tokenizer, corpus.eot) != (training.tokenizer, training.eot):
                 raise UserError(
-                    f"its tokenizer is {corpus.tokenizer[:12]}, but that of the training text is "
-                    f"{training.tokenizer[:12]}: they must be the same; give data.tokenizer, the "
-                    "training text's, or a set that was made with it"
+                    f"its tokenizer is {corpus.tokenizer[:12]}, but must be that of the training "
+                    f"text, {training.tokenizer[:12]}; give the latter as data.tokenizer, or a set "
+                    "that was made with it"
                 )
             here, there = corpus.taught.begin, training.taught.begin
             if here != there:
                 line = (
-                    f"data.valid, its set {show(name)}: documents begin with tokens {list(here)}, "
-                    f"but those of the training text with {list(there)}: tokenize both in the same "
-                    "way, or the first tokens count as badly predicted"
+                    f"set {show(name)} of data.valid: its documents begin with tokens "
+                    f"{list(here)}, but those of the training text begin with {list(there)}; "
+                    "tokenize both in the same way, because otherwise the first tokens count as "
+                    "badly predicted"
                 )
                 corpus = dataclasses.replace(corpus, told=(*corpus.told, line))
             if corpus.valid_tokens < 2:
@@ -941,4 +948,4 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"data.valid, its set {show(name)}: {error}") from None
+        raise UserError(f"set {show(name)} of data.valid: {error}") from None

@@ -234,7 +234,9 @@ def test_facts_that_do_not_fit_a_pair_are_refused(
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     prefix = str(pair(tmp_path / "p", 0, tokenizer="0123456789abcdef"))
     data = DataConfig(name="corpus", path=prefix, tokenizer="byte")
-    assert "made by another tokenizer than data.tokenizer=byte: their digests are" in refused(data)
+    assert "made with another tokenizer than data.tokenizer=byte: their digests are" in refused(
+        data
+    )
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:

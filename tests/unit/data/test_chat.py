@@ -126,10 +126,10 @@ def test_a_message_that_spells_special_tokens_cannot_end_its_turn(tmp_path: Path
     ("given", "words"),
     [
         ([], "is not an object"),
-        ({"message": []}, "has no messages; the nearest is message"),
+        ({"message": []}, "has no messages; the nearest key is message"),
         ({"messages": "a"}, "has messages as text that is not JSON"),
-        ({"messages": ["a"]}, "not a list of objects"),
-        ({"messages": [{"role": "user", "content": 3}]}, "no text as content of message 1"),
+        ({"messages": ["a"]}, "has messages, which must be a list of objects"),
+        ({"messages": [{"role": "user", "content": 3}]}, "whose content must be text"),
         (row([("user", "a")]), "has no message of role assistant"),
         (row([]), "has no message of role assistant"),
         (row([("system", "a"), ("assistant", "b")]), "no system here"),
@@ -254,8 +254,8 @@ def test_another_template_or_row_has_another_fingerprint(tmp_path: Path) -> None
         ([ROWS[0], row([("user", "a")])], {}, ["chat.jsonl:2", "no message of role assistant"]),
         ([ROWS[0]], {}, ["has one conversation"]),
         ([ROWS[0], 3], {}, ["chat.jsonl:2 is not an object"]),
-        (ROWS, {"tokenizer": "byte"}, ["data=chat needs data.tokenizer, which is byte"]),
-        (ROWS, {"tokenizer": None}, ["data=chat needs data.tokenizer, which is null"]),
+        (ROWS, {"tokenizer": "byte"}, ["data=chat needs a tokenizer", "data.tokenizer is byte"]),
+        (ROWS, {"tokenizer": None}, ["data=chat needs a tokenizer", "data.tokenizer is null"]),
         ([ROWS[0], row([("user", "x" * 300), ("assistant", "a")])], {}, ["longer than the 201"]),
     ],
 )
@@ -293,8 +293,8 @@ def test_pieces_without_assistant_words_are_left_out(tmp_path: Path, packing: st
     assert names[0] != names[1]
     words = [sentence for sentence in said if "left out" in sentence]
     assert words == [
-        f"left out of the {part} samples: {some} pieces of conversations, in which the assistant "
-        "says nothing"
+        f"left out of the {part} samples, because the assistant says nothing in them: {some} "
+        "pieces of conversations"
         for part, some in (("training", "2 of 8"), ("held-out", "1 of 2"))
     ]
 
@@ -341,7 +341,14 @@ def test_rows_may_be_packed_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "bad", "words"),
     [
-        (0.0, 1, ["chat.jsonl:2 has message 2", "fix or remove it, or give data.skip_bad_rows"]),
+        (
+            0.0,
+            1,
+            [
+                "chat.jsonl:2 has nothing to learn",
+                "fix or remove this row, or give data.skip_bad_rows",
+            ],
+        ),
         (0.01, 1, ["1 of the first 21 rows", "more than data.skip_bad_rows=0.01", "chat.jsonl:2"]),
         (0.05, 1, []),
         (0.05, 2, ["2 of the first 22 rows"]),
@@ -361,9 +368,9 @@ def test_bad_rows_are_left_out_up_to_a_share(
     for _ in range(2):  # an existing cache gives the same notes
         corpus = open_corpus(given, 200)
         assert corpus.told == (
-            f"data.path={given.path}: {bad} of {20 + bad} rows are left out by data.skip_bad_rows; "
-            "the first is chat.jsonl:2 has message 2 of role assistant, in which only the end "
-            "would be learned",
+            f"data.path={given.path}: {bad} of {20 + bad} rows are left out by data.skip_bad_rows, "
+            "beginning with this one: chat.jsonl:2 has nothing to learn in message 2 of role "
+            "assistant except its end",
         )
     assert corpus.fingerprint == open_corpus(data(tmp_path, ROWS), 200).fingerprint
 

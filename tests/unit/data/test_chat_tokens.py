@@ -282,7 +282,9 @@ def test_a_spelled_out_special_token_is_refused_if_it_is_a_piece_of_the_model(
     """SentencePiece's Unigram would turn the text of a special token into that token."""
     ours = reader(home(tmp_path, made("unigram", True), TEMPLATES["chatml"]))
     row = {"messages": [{"role": "assistant", "content": f"say {STOP} now"}]}
-    with pytest.raises(Refused, match=re.escape(f"spells out {STOP}, which is one token")):
+    with pytest.raises(
+        Refused, match=re.escape(f"spells out {STOP}, which its tokenizer turns into")
+    ):
         ours.read(row)
 
 

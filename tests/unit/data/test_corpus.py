@@ -341,7 +341,7 @@ def test_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
     cache_file(tmp_path).chmod(0o666)
     with heard() as reports:
         assert open_corpus(data, 20).fingerprint == intact
-    assert "is not used, because other users may write it" in reports[0]
+    assert "can be changed by other users, so it is built again" in reports[0]
     assert stat.S_IMODE(cache_file(tmp_path).stat().st_mode) == 0o600
 
 
@@ -353,7 +353,7 @@ def test_cache_file_of_another_user_is_not_taken(
     foreign(cache_file(tmp_path))
     with heard() as reports:
         open_corpus(data, 20)
-    assert "is not used" in reports[0] and "building" in reports[-1]
+    assert "can be changed by other users" in reports[0] and "building" in reports[-1]
     assert cache_file(tmp_path).stat().st_uid == os.geteuid()
 
 
@@ -365,7 +365,7 @@ def test_cache_folder_of_another_user_is_refused_and_another_is_proposed(
     folder.mkdir()
     foreign(folder)
     sentence = refused(text(tmp_path, path))
-    assert f"data.cache_dir={folder} cannot hold the token cache, it belongs to ano" in sentence
+    assert f"data.cache_dir={folder} cannot hold the token cache: it belongs to ano" in sentence
     own = Path(tempfile.gettempdir()) / f"parallel3d-cache-{os.geteuid()}"
     assert sentence.endswith(f"such as data.cache_dir={own}")
     assert "such as" not in str(cache.unusable(own, "it belongs to another user"))
@@ -513,7 +513,7 @@ def test_too_short_text_names_its_size_and_a_length_that_fits(tmp_path: Path, co
 
 
 def test_text_too_short_for_any_length_says_so(tmp_path: Path) -> None:
-    assert "no model.seq_length fits" in refused(text(tmp_path, write(tmp_path / "a", b"x")), 1)
+    assert "no model.seq_length is short" in refused(text(tmp_path, write(tmp_path / "a", b"x")), 1)
 
 
 def test_unusable_cache_folder_is_named(tmp_path: Path) -> None:

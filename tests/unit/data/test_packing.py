@@ -162,7 +162,7 @@ def test_a_plan_that_others_may_write_is_not_taken(data: DataConfig) -> None:
         path.chmod(0o666)
     with heard() as said:
         open_corpus(data, SEQ)
-    assert any("because other users may write it" in sentence for sentence in said)
+    assert any("can be changed by other users" in sentence for sentence in said)
 
 
 def killed_while_writing(data: DataConfig) -> None:

@@ -80,7 +80,7 @@ def test_without_a_share_held_out_all_is_trained_on(tmp_path: Path) -> None:
     data = DataConfig(name="text", path=str(tmp_path / "t.txt"), valid_fraction=0.0)
     assert open_corpus(data, SEQ, tmp_path).train_tokens == SEQ + 1
     with pytest.raises(
-        UserError, match=r"one sample needs 18, model.seq_length must be at most 16"
+        UserError, match=r"one sample needs 18; model.seq_length must be at most 16"
     ):
         open_corpus(data, SEQ + 1, tmp_path)
 
@@ -108,16 +108,20 @@ def test_impossible_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"x" * 99)
     data = DataConfig(name="text", path=str(tmp_path / "t.txt"), cache_dir=str(tmp_path))
     missing = dataclasses.replace(data, valid={"web": str(tmp_path / "no.txt")})
-    with pytest.raises(UserError, match=r"data\.valid, its set web: .* does not exist"):
+    with pytest.raises(UserError, match=r"set web of data\.valid: .* does not exist"):
         check_sets(missing, SEQ, 300)
     own = byte_level(tmp_path)
     mixed = dataclasses.replace(data, valid={"web": data.path}, tokenizer=own)
     with pytest.raises(
-        UserError, match=r"its tokenizer is .* must be the same; give data.tokenizer"
+        UserError,
+        match=r"its tokenizer is .* must be that of the training text, .* as data.tokenizer",
     ):
         open_sets(mixed, open_corpus(data, SEQ), SEQ, 300)
     for config, words in (
-        (Config(data=DataConfig(valid={"a": 3})), "must be the prefix of a pair, or text"),
+        (
+            Config(data=DataConfig(valid={"a": 3})),
+            "must give the prefix of a pair or the path of a text",
+        ),
         (Config(data=DataConfig(valid={"a b": "x"})), "the nearest is a_b"),
         (Config(data=DataConfig(valid={0: "x"})), "the nearest is set_0"),
         (Config(data=DataConfig(valid={"..": "x"})), "the nearest is set"),

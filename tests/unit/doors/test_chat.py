@@ -342,13 +342,20 @@ def test_a_row_is_read_with_its_meaning_or_refused(
 
 # A row, and words of the sentence.
 REFUSED: dict[str, tuple[Json, str]] = {
-    "tools a number": (row(*TALK, tools=3), "has tools that are neither a list of objects"),
+    "tools a number": (row(*TALK, tools=3), "has tools, which must be a list of objects"),
     "tools of words": (row(*TALK, tools="weather"), "has tools as text that is not JSON"),
-    "tools of a word": (row(*TALK, tools=["weather"]), "has tools as text that is not JSON"),
-    "tools by name": (row(*TALK, tools={"weather": FUNCTION}), "number 1 has no name"),
+    "tools of a word": (
+        row(*TALK, tools=["weather"]),
+        "has an item of tools as text that is not JSON",
+    ),
+    "tools of a number": (
+        row(*TALK, tools=[3]),
+        "has an item of tools, which must be an object or its JSON text",
+    ),
+    "tools by name": (row(*TALK, tools={"weather": FUNCTION}), "has no name in item 1 of tools"),
     "tools twice": (row(*TALK, tools=[TOOL], functions=[FUNCTION]), "has tools and functions"),
-    "tools misspelled": (row(*TALK, tool=[TOOL]), "has tool, which is not read: tools is"),
-    "tools in capitals": (row(*TALK, Tools=[TOOL]), "has Tools, which is not read: tools is"),
+    "tools misspelled": (row(*TALK, tool=[TOOL]), "has tool, which is not read: use tools"),
+    "tools in capitals": (row(*TALK, Tools=[TOOL]), "has Tools, which is not read: use tools"),
     "tools elsewhere": (
         row(*TALK, chat_template_kwargs={"tools": [TOOL]}),
         "has tools in chat_template_kwargs",
@@ -361,7 +368,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "arguments a list": (
         row(user("w"), assistant("", tool_calls=[
             {"type": "function", "function": {"name": "a", "arguments": "[1]"}}])),
-        "neither an object nor its JSON",
+        "which must be an object or its JSON",
     ),
     "arguments missing": (
         row(user("w"), assistant("", tool_calls=[{"function": {"name": "a"}}])),
@@ -369,36 +376,44 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "a call without a name": (
         row(user("w"), assistant("", tool_calls=[{"function": {"arguments": {}}}])),
-        "without a name",
+        "has a call without a name in tool_calls of message 2",
     ),
-    "a call of the user": (row(user("w", tool_calls=[CALL]), assistant("s")), "of role user"),
-    "content null": (row(user(None), assistant("ho")), "has no text as content of message 1"),
-    "content missing": (row({"role": "user"}, assistant("ho")), "no text as content of message 1"),
-    "content null, no call": (row(user("hi"), assistant(None)), "nor tool_calls of message 2"),
-    "content an object": (row(user({"a": 1}), assistant("ho")), "no text as content of message 1"),
+    "a call of the user": (row(user("w", tool_calls=[CALL]), assistant("s")), "but only messages"),
+    "no call in text": (
+        row(user("w"), assistant("", tool_calls="[]")),
+        "has tool_calls of message 2, which must hold at least one call",
+    ),
+    "content null": (row(user(None), assistant("ho")), "has no content in message 1"),
+    "content missing": (row({"role": "user"}, assistant("ho")), "has no content in message 1"),
+    "content null, no call": (row(user("hi"), assistant(None)), "nor tool_calls in message 2"),
+    "content an object": (row(user({"a": 1}), assistant("ho")), "whose content must be text or"),
     "a picture": (
         row(user([{"type": "image_url", "image_url": {"url": "a"}}]), assistant("ho")),
         "a part of type image_url in message 1",
     ),
+    "a part with another key": (
+        row(user([{"type": "text", "text": "a", "url": "", "cut": 1}]), assistant("ho")),
+        "has the key cut in a part of message 1",
+    ),
     "a part without a type": (row(user([{"text": "a"}]), assistant("ho")), "a part of type null"),
-    "an empty answer": (row(user("hi"), assistant("")), "in which only the end would be learned"),
-    "a blank answer": (row(user("hi"), assistant(" \n")), "in which only the end would be learned"),
+    "an empty answer": (row(user("hi"), assistant("")), "has nothing to learn in message 2"),
+    "a blank answer": (row(user("hi"), assistant(" \n")), "has nothing to learn in message 2"),
     "nothing learned": (row(user("hi"), assistant("ho", weight=0)), ""),
-    "a half weight": (row(user("hi"), assistant("ho", weight=0.5)), "has weight=0.5 of message 2"),
+    "a half weight": (row(user("hi"), assistant("ho", weight=0.5)), "has weight=0.5 in message 2"),
     "a weight of words": (row(user("hi"), assistant("ho", weight="0")), "has weight="),
     "a learned question": (row(user("hi", train=True), assistant("ho")), "only messages of role"),
     "told twice": (row(user("hi"), assistant("ho", weight=1, loss=False)), "to learn and not to"),
-    "another mask": (row(user("hi"), assistant("ho", loss_mask=0)), "has loss_mask of message 2"),
+    "another mask": (row(user("hi"), assistant("ho", loss_mask=0)), "has loss_mask in message 2"),
     "details of training": (
         row(user("hi"), assistant("ho", train_detail=[{"train": False}])),
-        "has train_detail of message 2",
+        "has train_detail in message 2",
     ),
     "a row's weight": (row(*TALK, weight=0), "has weight=0 for the whole row"),
     "a row's mask": (row(*TALK, mask=[0, 1]), "has mask, which is not read"),
     "a sample to avoid": (row(*TALK, label=False), "has label=false"),
     "a mask, nearly": (row(*TALK, loss_masks=[1]), "has loss_masks, which is not read"),
     "pictures": (row(*TALK, images=["a.png"]), "has images, which is not read"),
-    "audio": (row(user("hi"), assistant("ho", audio={"id": "a"})), "has audio in message 2"),
+    "audio": (row(user("hi"), assistant("ho", audio={"id": "a"})), "with the key audio"),
     "thinking beside": (row(*TALK, enable_thinking=False), "belong in chat_template_kwargs"),
     "history": (row(*TALK, history=[["a", "b"]]), "has history, which is not read"),
     "two systems": (row(system("a"), *TALK, system="b"), "has system and a message of role"),
@@ -406,11 +421,11 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "documents": (row(*TALK, documents=[{"title": "a", "text": "b"}]), "has documents, which the"),
     "a role of another format": (
         row({"role": "human", "content": "hi"}, assistant("ho")),
-        "has the role human of message 1, which is called user",
+        "has the role human in message 1: write user instead",
     ),
     "a role in capitals": (
         row({"role": "User", "content": "hi"}, assistant("ho")),
-        "has the role User of message 1, which is called user",
+        "has the role User in message 1: write user instead",
     ),
     "a speaker of another format": (
         {"conversations": [{"from": "human", "value": "a"}, {"from": "observation", "value": "b"}]},
@@ -428,9 +443,9 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "a prompt": ({"prompt": "a", "completion": "b"}, "has no messages, and its keys are prompt"),
     "text": ({"text": "a"}, "has no messages"),
     "messages of words": ({"messages": "hi"}, "has messages as text that is not JSON"),
-    "messages as text of text": ({"messages": dumps(dumps(TALK))}, "that are neither a list"),
-    "a continued answer": (row(user("hi"), assistant("ho", prefix=True)), "has prefix in message"),
-    "a refusal": (row(user("hi"), assistant("ho", refusal="no")), "has refusal in message 2"),
+    "messages as text of text": ({"messages": dumps(dumps(TALK))}, ", which must be a list"),
+    "a continued answer": (row(user("hi"), assistant("ho", prefix=True)), "with the key prefix"),
+    "a refusal": (row(user("hi"), assistant("ho", refusal="no")), "with the key refusal"),
     "different thoughts": (
         row(user("hi"), assistant("ho", reasoning="a", thinking="b")),
         "has different thoughts",
@@ -439,14 +454,14 @@ REFUSED: dict[str, tuple[Json, str]] = {
         row(user("hi"), assistant("ho", reasoning_details=[{"type": "reasoning.encrypted"}])),
         "that are not only text",
     ),
-    "thoughts by another name": (row(user("hi"), assistant("ho", cot="a")), "has cot in message 2"),
-    "an answer to ignore": (row(user("hi"), assistant("ho", ignore=True)), "has ignore of message"),
-    "an answer's label": (row(user("hi"), assistant("ho", label=0)), "has label of message 2"),
+    "thoughts by another name": (row(user("hi"), assistant("ho", cot="a")), "with the key cot"),
+    "an answer to ignore": (row(user("hi"), assistant("ho", ignore=True)), "has ignore in message"),
+    "an answer's label": (row(user("hi"), assistant("ho", label=0)), "has label in message 2"),
     "options of a message": (
         row(user("hi"), assistant("ho", chat_template_kwargs={"enable_thinking": False})),
-        "has chat_template_kwargs in message 2",
+        "with the key chat_template_kwargs, which is not read: it belongs in",
     ),
-    "learning by another word": (row(user("hi"), assistant("ho", no_train=1)), "has no_train of"),
+    "learning by another word": (row(user("hi"), assistant("ho", no_train=1)), "has no_train in"),
     "a system text by another name": (row(*TALK, system_message="be"), "has system_message, which"),
     "tools by another name": (row(*TALK, available_tools=[TOOL]), "has available_tools, which is"),
     "thoughts of a row": (row(*TALK, reasoning_content="mm"), "belong in reasoning_content of a"),
@@ -454,7 +469,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
         row(user("w"), assistant("", tool_calls=[{"name": "a", "arguments": '{"a": NaN}'}])),
         "with NaN or Infinity",
     ),
-    "contents": (row(user("hi", contents="a"), assistant("ho")), "contents of message 1"),
+    "contents": (row(user("hi", contents="a"), assistant("ho")), "contents in message 1"),
     "results in another order": (
         row(
             user("w"),
@@ -463,7 +478,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
             {**RESULT, "tool_call_id": "a"},
             assistant("s"),
         ),
-        "has message 4 of role tool in another order than the calls",
+        "has message 4 of role tool in the wrong order",
     ),
     "arguments of arguments": (
         row(user("w"), assistant("", tool_calls=[
@@ -608,5 +623,5 @@ def test_named_templates_are_read_from_files_a_list_or_a_processor(tmp_path: Pat
     assert opened(processors)[0].read(row(*AGENT, tools=[TOOL])).spoken.any()
     (more / "tool_use.jinja").rename(more / "rag.jinja")
     (by_files / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="rag, but none is default"):
+    with pytest.raises(ValueError, match="named rag, but none named default"):
         ChatTemplate(open_tokenizer(str(by_files)))

@@ -567,11 +567,11 @@ def test_a_set_is_a_pair_by_its_prefix_or_one_of_its_files(tmp_path: Path) -> No
         (found,) = sets_of(DataConfig(name="text", valid={"v": f"{tmp_path}/c/{name}"})).values()
         assert (found.name, found.path) == ("corpus", f"{tmp_path}/c/web")
     for path, words in (
-        (f"{tmp_path}/c", "holds pairs of tokens (web): name each"),
-        ("https://host/a.jsonl?download=true", "is an address of jsonl"),
-        ("s3://bucket/a.parquet", "is an address of parquet"),
+        (f"{tmp_path}/c", "is a folder of pairs (web): give each"),
+        ("https://host/a.jsonl?download=true", "is the address of a jsonl file"),
+        ("s3://bucket/a.parquet", "is the address of a parquet file"),
     ):
-        with pytest.raises(UserError, match="its set v") as caught:
+        with pytest.raises(UserError, match="set v of data") as caught:
             sets_of(DataConfig(name="text", valid={"v": path}))
         assert words in str(caught.value)
     remote = {"a": "s3://b/c/web", "b": "s3://b/c/web.bin", "c": "s3://b/c/v1.5"}

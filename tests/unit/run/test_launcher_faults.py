@@ -123,7 +123,7 @@ def test_an_unreadable_cache_folder_is_refused(tmp_path: Path) -> None:
     check_data(data, 32)
     with (
         FailingFiles(folder, Fault("EIO", "all"), ("stat", 1)),
-        pytest.raises(UserError, match="cannot hold the token cache, Input/output error"),
+        pytest.raises(UserError, match="cannot hold the token cache: Input/output error"),
     ):
         check_data(data, 32)
 
