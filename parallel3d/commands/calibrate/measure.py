@@ -38,7 +38,7 @@ from parallel3d.comm.mirrored import MirroredPeers
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.measure import BenchOperation, Site, prepare
-from parallel3d.commands.calibrate.command import check_memory, written_to
+from parallel3d.commands.calibrate.command import check_memory, room_of_host, written_to
 from parallel3d.commands.calibrate.pieces import (
     MOST_SIZES,
     TOGETHER,
@@ -70,7 +70,7 @@ from parallel3d.estimate.profiled_cost import (
 from parallel3d.experts.balance import Balance
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import device_name
-from parallel3d.host.quotas import available_cores, available_memory, memory_in_all
+from parallel3d.host.quotas import available_cores, memory_in_all
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.parallelize import data_parallel_engine
@@ -126,11 +126,11 @@ def pieces_that_fit(
     If not all pieces fit into memory, rank 0 prints a sentence. Raises UserError on every rank if
     not even the smallest fit.
     """
-    free, sharing = available_memory(), worker.local_world_size
+    room, sharing = room_of_host(), worker.local_world_size
     if accelerator.is_accelerator(device):
         free, sharing = accelerator.module(device).mem_get_info(device)[0], 1
-        free = max(0.0, free - 1e9 * config.dryrun.reserve_gb)
-    room = min(all_gather_json(free, dist.group.WORLD, device))
+        room = max(0.0, free - 1e9 * config.dryrun.reserve_gb)
+    room = min(all_gather_json(room, dist.group.WORLD, device))
     extent, on_all, left_out = check_memory(config, device.type, worker.world_size, sharing, room)
     if left_out and worker.rank == 0:
         print_line(left_out)

@@ -272,7 +272,7 @@ def fitting(config: CommandConfig, device: str, most: int, room: float) -> tuple
     needed = max(whole.nbytes(config, device, most))
     return found, (
         f"calibrate times {'; '.join(said)}: all of it needs {needed / GIB:.1f} GiB, and "
-        f"{room / GIB:.1f} GiB are free"
+        f"{room / GIB:.1f} GiB can be used"
     )
 
 
@@ -289,7 +289,7 @@ def _fits_nowhere(config: CommandConfig, device: str, most: int, room: float) ->
     head = (
         f"model.seq_length={model.seq_length} must be less for calibrate: a block of each kind"
         f"{experts}, the embedding and the head need {needed / GIB:.1f} GiB with their optimizer "
-        f"states, and {room / GIB:.1f} GiB are free; "
+        f"states, and {room / GIB:.1f} GiB can be used; "
     )
     length = model.seq_length
     while length > 2:
@@ -322,5 +322,5 @@ def fitting_on_all(
     raise UserError(
         f"calibrate.ranks={ranks} must be at most {near}: each rank times a block of each kind, "
         f"which needs {needed / GIB:.1f} GiB, at the same time as the others, and "
-        f"{room / GIB:.1f} GiB are free on this host; the nearest is calibrate.ranks={near}"
+        f"{room / GIB:.1f} GiB of this host can be used; the nearest is calibrate.ranks={near}"
     )
