@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -453,6 +453,32 @@ def context_bytes(rank: PipelineRank, kind: LayerKind, repeats: bool) -> Context
     return ContextBytes(0.0, gathered if repeats else 0.0, backward)
 
 
+class _BackwardPlace(NamedTuple):
+    """Bytes of one layer of a stage in the order of the backward, and elements of its gradients.
+
+    Attributes:
+        backward: peak of its backward, without the tensors that the forward has kept.
+        before_mlp: the same in the operations before its MLP or experts.
+        kept: tensors that its forward has kept.
+        alone: parameters that FSDP2 has gathered for it, with those of embedding and head.
+        gathered: `alone`, with the parameters of the layer before it.
+        beside_experts: these, while FSDP2 reduces the gradients of its experts.
+        trained: number of trained elements.
+        apart: number of elements of experts that FSDP2 shards as a unit of their own.
+        reducing: gradients of these experts while they are reduced.
+    """
+
+    backward: float
+    before_mlp: float
+    kept: float
+    alone: float
+    gathered: float
+    beside_experts: float
+    trained: int
+    apart: int
+    reducing: float
+
+
 class _Moments:
     """Finds the moments of a step at which a rank uses the most memory, without its states."""
 
@@ -534,11 +560,70 @@ class _Moments:
         rank = self.rank
         if not rank.fully_sharded:
             return 0.0
-        numel = max(self._adjacent(stage, layers) for stage in rank.stages)
+        return self._gathered_with(max(self._adjacent(stage, layers) for stage in rank.stages))
+
+    def _gathered_with(self, numel: int) -> float:
+        """Returns the bytes that FSDP2 has gathered with these elements of layers.
+
+        With zero=2, all layers are gathered instead.
+        """
+        rank = self.rank
         if rank.blueprint.data.zero == 2:
             numel = sum(sum(rank.numels[of.kind]) * of.layers for of in rank.kinds)
             numel -= sum(rank.frozen_numel())  # frozen parameters are whole on every rank
         return rank.item * float(numel + rank.end_numel)
+
+    def _places(self, stage: StageBlueprint, kept: float) -> list[_BackwardPlace]:
+        """Returns a stage's layers in the order of the backward.
+
+        If layers are equal, the first two of them stand for all. With offloaded layers or frozen
+        parameters, and without FSDP2, they have the largest values of any layer.
+        """
+        rank, count = self.rank, len(stage.layers)
+        unequal = len(rank.kinds_of(stage)) > 1 and rank.fully_sharded
+        if unequal and not stage.offloaded and not rank.blueprint.frozen:
+            return self._unequal_places(stage)
+        one = rank.most_trained(stage)
+        apart = self._experts_apart(one)
+        backward = self._most(stage.backward, lambda layer: layer.backward)
+        before_mlp = self._most(stage.backward, lambda layer: layer.before_mlp)
+        return [
+            _BackwardPlace(
+                backward,
+                before_mlp,
+                kept / count,
+                self._gathered(1),
+                self._gathered(min(2, left)),
+                self._gathered(min(2, count - 1)),
+                one,
+                apart,
+                float(FP32 * apart),
+            )
+            for left in range(count, max(count - 2, 0), -1)
+        ]
+
+    def _unequal_places(self, stage: StageBlueprint) -> list[_BackwardPlace]:
+        rank = self.rank
+        found = []
+        for place, number in reversed([*enumerate(stage.layers)]):
+            kind = LayerKind.of(rank.blueprint.model, number)
+            layer, (experts, others), previous = self.layers[kind], rank.numels[kind], 0
+            if place:
+                previous = sum(rank.numels[LayerKind.of(rank.blueprint.model, number - 1)])
+            found.append(
+                _BackwardPlace(
+                    layer.backward,
+                    layer.before_mlp,
+                    layer.kept if place < stage.recomputed else layer.plain,
+                    self._gathered_with(experts + others),
+                    self._gathered_with(experts + others + previous),
+                    self._gathered_with(others + previous),
+                    experts + others,
+                    experts,
+                    FP32 * experts * (1 + 1 / rank.layout.edp),  # with the rank's sums
+                )
+            )
+        return found
 
     def _adjacent(self, stage: StageBlueprint, layers: int) -> int:
         """Returns the largest number of elements in `layers` adjacent layers of a stage."""
@@ -576,17 +661,28 @@ class _Moments:
         The peak of I is in the first layer, when the operands of all other layers' weight gradients
         are kept.
         """
-        layers = len(stage.layers)
-        more = self._away(stage) + self._gathered(min(2, layers))
+        more = self._away(stage) + self._of_head(stage)
         if kind == Kind.I:
+            more += self._gathered(min(2, len(stage.layers)))
             more += self._most(stage.backward, lambda layer: layer.halved)
-            more += max(0.0, self._others_deferred(stage, kept))
-        else:
-            more += self._most(stage.backward, lambda layer: layer.backward)
-        if stage.last:  # the backward begins with the head's gradient
-            more -= self.rank.stream
-            more += 0.0 if self._ties(stage) else self.table
-        return more
+            return more + max(0.0, self._others_deferred(stage, kept))
+        freed, of_layers = 0.0, []
+        for place in self._places(stage, kept):
+            of_layers.append(place.gathered + place.backward - freed)
+            freed += place.kept
+        return more + max(of_layers)
+
+    def _of_head(self, stage: StageBlueprint) -> float:
+        """Returns the bytes that the head adds to the backward of a stage's layers.
+
+        The backward begins with the gradient of the head's input, and that of its table is kept.
+        """
+        return self._cast(stage) - self.rank.stream if stage.last else 0.0
+
+    def _cast(self, stage: StageBlueprint) -> float:
+        """Returns the bytes of the head's gradient before it is reduced, unless its table is tied
+        to the embedding of the same stage."""
+        return self.table if stage.last and not self._ties(stage) else 0.0
 
     def _beside(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
         """Returns the bytes of the other pass while a forward and a backward take turns.
@@ -658,28 +754,32 @@ class _Moments:
         The phases are the reduction of the layer's gradients, the next layer's backward during that
         reduction, and the reduction of the gradients of embedding and head.
         """
-        rank, layers, sums = self.rank, len(stage.layers), not self.rank.accumulates
-        # `before`: bytes that the layer had kept and that its backward has freed.
-        one, before = rank.most_trained(stage), kept / layers
-        cast = self.table if stage.last and not self._ties(stage) else 0.0
-        wide = cast + sums * FP32 * one
-        if rank.blueprint.data.zero == 2 and (self.once or rank.accumulates):
-            wide -= rank.item * one  # zero=2 frees a layer's parameters after its last backward
-        reduced = rank.stream + self._gathered(min(1, layers - 1)) + sums * rank.item * one
-        found = {"reduction": reduced + wide - before}
-        if layers > 1 and sums:
-            beside = self._backward(stage, Kind.B, kept) - cast - self._gathered(min(2, layers))
-            beside += self._gathered(min(2, layers - 1))
-            found["backward during a reduction"] = beside + wide - before
-            if apart := self._experts_apart(one):
+        rank, sums = self.rank, not self.rank.accumulates
+        frees = rank.blueprint.data.zero == 2 and (self.once or rank.accumulates)
+        cast, always = self._cast(stage), self._away(stage) + self._of_head(stage)
+        places = self._places(stage, kept)
+        after, during = [], []
+        freed = 0.0  # bytes that the layers had kept and that their backwards have freed
+        for place, following in zip_longest(places, places[1:]):
+            if place.apart and sums and len(stage.layers) > 1:
                 # FSDP2 reduces a layer's experts during the backward of the layer's attention, and
                 # the rest of the layer during the backward of the next layer's experts.
-                outside = beside - self._most(stage.backward, lambda layer: layer.backward)
-                outside += self._most(stage.backward, lambda layer: layer.before_mlp)
-                rest = wide - FP32 * apart
-                found["backward during a reduction"] = max(
-                    beside + rest - before, outside + wide - FP32 * (one - apart)
-                )
+                outside = always + place.beside_experts + place.before_mlp
+                during.append(outside + place.reducing - frees * rank.item * place.trained - freed)
+            freed += place.kept
+            wide = sums * FP32 * place.trained
+            if frees:  # zero=2 frees a layer's parameters after its last backward
+                wide -= rank.item * place.trained
+            alone = self._gathered_with(0) if following is None else following.alone
+            after.append(
+                rank.stream + cast + alone + wide + sums * rank.item * place.trained - freed
+            )
+            if following is not None and sums:
+                beside = always + following.gathered + following.backward
+                during.append(beside + wide - FP32 * place.apart - freed)
+        found = {"reduction": max(after)}
+        if during:
+            found["backward during a reduction"] = max(during)
         table = self.table if stage.first else 0.0
         ends = rank.stream - kept - self.states * stage.last + cast + table
         ends += 0.0 if self.once else self._gathered(0)

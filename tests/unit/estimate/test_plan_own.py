@@ -100,6 +100,13 @@ EXPERTS = (
     {"model": "llama_1b", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "ep": 2, "schedule": "zbv",
      "micro_batch_size": 1, "global_batch_size": 8, "rank": 2, "recompute": "full",
      "experts": MIXTURE | {"router_groups": 4, "router_top_groups": 2}, "moe": LOSSES},
+    # FSDP2 with a dense layer before one of experts, whose gradients several ranks or one sum.
+    {"model": "llama_1b", "layers": 2, "tp": 4, "sp": True, "dp": 8, "ep": 2, "zero": 3,
+     "micro_batch_size": 1, "global_batch_size": 8, "every": False, "recompute": "[mlp]",
+     "experts": MIXTURE | SHARED | {"num_experts": 64, "dense_layers": [0]}},
+    {"model": "llama_1b", "layers": 2, "tp": 4, "sp": True, "dp": 1, "cp": 2, "ep": 8, "zero": 3,
+     "style": "heads", "micro_batch_size": 2, "global_batch_size": 6, "recompute": "full",
+     "experts": MIXTURE | SHARED | {"dense_layers": [0]}},
     # The recomputation ends before the last GEMM of the shared expert and its communication.
     {"model": "llama_1b", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 1,
      "global_batch_size": 2, "experts": MIXTURE | {"shared_expert_size": 1024},
