@@ -375,7 +375,10 @@ class Trainer:
         size, most = self.config.global_batch_size, self.config.train.eval_batches
         end = of.samples if most is None else most * size
         if end is None:
-            raise ValueError("train.eval_batches=null needs a source with an end, `windows`")
+            raise ValueError(
+                "train.eval_batches=null evaluates whole sets, so the source needs `windows`, its "
+                "number of samples"
+            )
         if of.samples is not None:
             end = min(end, of.samples)
         total = torch.zeros(3, dtype=torch.float64, device=self.device)

@@ -78,15 +78,15 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
         check_device(machine, file, kind, device_name(kind), count)
         if several:
             raise UserError(
-                f"cluster={file} must describe all hosts, but has no measured network: with it, "
-                "layout=auto works on one host only; the nearest is a cluster with a GPU, as "
-                "in cluster=dgx_h100"
+                f"cluster={file} must describe all hosts, but has no measured network, so "
+                "layout=auto can use it on one host only; give a cluster with GPUs, such as "
+                "cluster=dgx_h100"
             )
     elif kind == CPU:
         raise UserError(
             f"layout=auto needs to know how fast this machine is: cluster={cluster.name} "
-            "must be a file of parallel3d calibrate; the nearest is cluster=calibrated.yaml, which "
-            "parallel3d calibrate writes here"
+            "must be a file written by parallel3d calibrate; run it, then give "
+            "cluster=calibrated.yaml"
         )
     elif cluster.gpu is None and cluster.source != "local":
         raise UserError(
@@ -118,7 +118,7 @@ def _summary(plan: Plan, first: int) -> str:
     if plan.bounded < len(priced.choices):
         fit = f"the {len(priced.order)} fastest layouts"
     keys = f"{typed_keys(choice)}{without_overlap(plan.config, choice)}"
-    line = f"{keys} of {fit} that fit {plan.gpus} ranks, "
+    line = f"{keys}, chosen from {fit} that fit {plan.gpus} ranks: "
     line += (
         f"{float(priced.seconds[first]):.3g} s a step; {reason(priced, first, first, plan.gpus)}"
     )

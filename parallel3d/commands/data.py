@@ -42,15 +42,15 @@ SHOWN = 200  # maximum number of characters of a document that are shown
 LINE_EVERY_S = 10  # seconds between progress lines without a terminal
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
-    "parquet, or text with one document per file, by ending and first bytes; "
+    "parquet, or text with one document per file, recognized by ending and first bytes; "
     f"{', '.join(dict.fromkeys(PACKED.values()))} are unpacked",
     "text_key": "key of jsonl, or column of parquet, that holds the text (text)",
     "format": f"format of all input: {', '.join(KINDS)} (by the files' names)",
 }
 VERBS = {
     "tokenize": Verb(
-        "make a corpus of text, a pair of files in Megatron's format; it resumes after a kill, and "
-        "its bytes depend neither on that nor on the workers",
+        "make a corpus, a pair of files in Megatron's format, from text; if killed, the same "
+        "command resumes, and neither that nor the number of workers changes the corpus",
         {
             "input": INPUT["input"],
             "to": "prefix of the corpus, such as corpora/web for corpora/web.bin and .idx",
@@ -73,7 +73,7 @@ VERBS = {
         {
             "input": INPUT["input"],
             "vocab_size": f"tokens to make, {SMALLEST} or more",
-            "to": "file to make, NAME.json, or a folder to make with a tokenizer.json",
+            "to": "file to make, NAME.json, or folder to make, in which tokenizer.json is written",
             "text_key": INPUT["text_key"],
             "format": INPUT["format"],
         },
@@ -135,8 +135,7 @@ def share(key: str, text: str) -> float:
     if not 0 <= number <= 1:
         near = 0 if number < 0 else 1 if number > 1 else 0.01
         raise UserError(
-            f"{key}={shown(text)} must be a number of at least 0 and at most 1; the nearest is "
-            f"{key}={near}"
+            f"{key}={shown(text)} must be a number from 0 to 1; the nearest is {key}={near}"
         )
     return number
 
@@ -193,7 +192,8 @@ def tokenize_corpus(
     """
     if not to.name or to.suffix in (".bin", ".idx"):
         raise UserError(
-            f"to={shown(str(to))} must be a prefix; the nearest is to={to.stem or 'web'}"
+            f"to={shown(str(to))} must be a prefix without .bin or .idx; the nearest is "
+            f"to={to.with_suffix('') if to.name else 'web'}"
         )
     begun = is_begun(to)
     if not begun:
@@ -216,7 +216,8 @@ def tokenize_corpus(
     for sentence in _of_tokenizer(to, facts):
         print_line(sentence)
     print(
-        f"{to}: {facts.documents:,} documents, {facts.tokens:,} tokens of {done.count.size:,} bytes"
+        f"{to}: {facts.documents:,} documents, {facts.tokens:,} tokens from {done.count.size:,} "
+        "bytes"
     )
     print(f"parallel3d data show {to}")
     print(f"parallel3d train data=corpus data.path={to} model.vocab_size={facts.vocab_size}")
@@ -239,8 +240,11 @@ def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
     if tokenizer.bos:
         begin = tokenizer.spelled(tokenizer.bos)
         does = "each document begins with" if facts.begin else "no document begins with"
-        more = "add_bos=false leaves it out" if facts.begin else "as add_bos=false asks"
-        sentences.append(f"{does} {begin}, which the tokenizer puts before every text; {more}")
+        joined = "; " if facts.begin else ", because "
+        sentences.append(
+            f"{does} {begin}, which the tokenizer puts before every text{joined}add_bos=false "
+            "leaves it out"
+        )
     return sentences
 
 
@@ -299,7 +303,7 @@ def show(prefix: str, given: str | None, documents: int) -> int:
     tokenizer = _tokenizer(prefix, given, facts)
     print(f"{prefix}: {corpus.documents:,} documents, {len(corpus):,} tokens, {corpus.dtype}")
     if tokenizer is not None:
-        sizes = f"{tokenizer.vocab_size:,} tokens, {tokenizer.eot} ends a document"
+        sizes = f"{tokenizer.vocab_size:,} tokens, token {tokenizer.eot} ends a document"
         begin = facts.begin if facts is not None else ()
         if begin and isinstance(tokenizer, FileTokenizer):
             sizes += f", {tokenizer.spelled(begin)} begins one"
@@ -343,9 +347,9 @@ def statistics(corpus: IndexedCorpus) -> str:
         return lengths[np.searchsorted(ends, share * (corpus.documents - 1), side="right")]
 
     return (
-        f"tokens per document: least {lengths[0]:,}, median {at(0.5):,}, mean "
-        f"{len(corpus) / corpus.documents:,.1f}, 90 % {at(0.9):,}, 99 % {at(0.99):,}, most "
-        f"{lengths[-1]:,}"
+        f"tokens per document: minimum {lengths[0]:,}, median {at(0.5):,}, mean "
+        f"{len(corpus) / corpus.documents:,.1f}, 90th percentile {at(0.9):,}, 99th percentile "
+        f"{at(0.99):,}, maximum {lengths[-1]:,}"
     )
 
 
@@ -364,7 +368,7 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
     """
     digest, largest = hashlib.blake2b(digest_size=16), -1
     width = corpus.dtype.itemsize
-    with byte_progress("prove", len(corpus) * width) as update:
+    with byte_progress("verify", len(corpus) * width) as update:
         for begin in range(0, len(corpus), READ):
             tokens = corpus.tokens[begin : begin + READ]
             digest.update(tokens.data)
@@ -374,7 +378,8 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
     made = digest.hexdigest()
     if tokenizer is not None and largest >= tokenizer.vocab_size:
         print(
-            f"DAMAGED: it holds token {largest}, but the tokenizer has only {tokenizer.vocab_size}"
+            f"DAMAGED: the corpus holds token {largest}, but the tokenizer has only "
+            f"{tokenizer.vocab_size} tokens"
         )
         return DAMAGED
     if facts is None:
@@ -384,7 +389,11 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
         )
         return 0
     if (made, corpus.documents, len(corpus)) != (facts.digest, facts.documents, facts.tokens):
-        print(f"DAMAGED: its digest is {made}, but it was made with {facts.digest}")
+        print(
+            f"DAMAGED: the corpus has {corpus.documents:,} documents, {len(corpus):,} tokens and "
+            f"digest {made}, but was made with {facts.documents:,} documents, {facts.tokens:,} "
+            f"tokens and digest {facts.digest}"
+        )
         return DAMAGED
-    print(f"proved: every byte is unchanged (digest {made})")
+    print(f"verified: every byte is unchanged (digest {made})")
     return 0

@@ -91,7 +91,8 @@ def _check_rows(keys: EvalConfig) -> None:
     """
     if keys.tasks is None:
         raise UserError(
-            "eval needs tasks=…, a jsonl of rows, as in: eval run=my_run tasks=questions.jsonl"
+            "eval needs tasks=…, a jsonl or parquet file of rows, as in: eval run=my_run "
+            "tasks=questions.jsonl"
         )
     lines = take_rows(keys.tasks).lines
     check_free("to", keys.to, None, "parallel3d eval")
@@ -148,7 +149,7 @@ def _config_there(app: str, runs_dir: str, run: str | None) -> Config:
     runs = Path(runs_dir)
     if run is None:
         known = run_names(runs)
-        there = f"for example run={known[-1]}" if known else f"and {runs} has none yet"
+        there = f"for example run={known[-1]}" if known else f"but {runs} has no runs yet"
         raise UserError(f"{app} needs run=…, the name of a run, {there}")
     try:
         return last_config(find_run(runs, run))

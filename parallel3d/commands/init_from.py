@@ -117,8 +117,8 @@ def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
                 raise
             # A run that is still training may have removed this checkpoint after saving newer ones.
             raise UserError(
-                f"init_from={name}@{step}: {error}; checkpoint.keep of {run_dir.name} may have "
-                f"removed it, and init_from={name} takes the newest"
+                f"init_from={name}@{step}: {error}; the run's checkpoint.keep may have removed it, "
+                f"and init_from={name} takes the newest"
             ) from None
         return _of_checkpoint(folder, f"{name}@{step}")
     for folder in folders:
@@ -190,7 +190,9 @@ def model_of(manifest: Manifest, where: str) -> ModelConfig:
         return model
     except (KeyError, TypeError, UserError) as error:
         why = plain(str(error) if isinstance(error, UserError) else repr(error))
-        raise UserError(f"{where} has no model that this parallel3d knows: {why}") from None
+        raise UserError(
+            f"{where} has no model that this version of parallel3d knows: {why}"
+        ) from None
 
 
 def model_from(
@@ -276,7 +278,7 @@ def _trained_with(source: Source) -> Mapping[str, Any]:
     if source.manifest is None or source.manifest.has_weights_alone:
         raise UserError(
             f"init_optimizer=true: {source.title} has no optimizer state; the nearest is "
-            "init_optimizer=false, or init_from a run"
+            "init_optimizer=false, or another init_from"
         )
     return source.manifest.config
 

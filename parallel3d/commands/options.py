@@ -45,8 +45,8 @@ class EvalConfig:
     RESUME: ClassVar[str] = FREE
     tasks: str | None = key(
         None,
-        "jsonl whose rows have a context with choices and answer, or with a continuation; short "
-        "form: tasks=",
+        "jsonl or parquet file whose rows have a context with choices and answer, or with a "
+        "continuation; short form: tasks=",
         holds=Path,
     )
     to: str | None = key(
@@ -54,7 +54,9 @@ class EvalConfig:
         "file for the scores of all rows, as JSON; null: in eval/ of the run directory",
         holds=Path,
     )
-    batch_tokens: int = key(8192, "tokens of one rank's forward, with padding", minimum=1)
+    batch_tokens: int = key(
+        8192, "maximum number of tokens in one rank's forward pass, with padding", minimum=1
+    )
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
     weights: str = key("model", WEIGHTS, choices=("model", "ema"))
 
@@ -70,7 +72,7 @@ class PlanConfig:
     confirm: int = key(
         3,
         "plan: number of best rows whose memory a dry run confirms; by default no dry run begins "
-        "after a minute; 0: none, without torch",
+        "after a minute; 0: none, so that torch is not needed",
         minimum=0,
     )
     load: float = key(

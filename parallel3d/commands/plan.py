@@ -340,10 +340,10 @@ TIMES = {
     "launches": "waits for the host, if it is slower than the GPU, and all-gathers of zero=3",
     "compute": "computation of the busiest GPU, with the waits inside its layers",
     "bubble": "waits while the pipeline fills and drains",
-    "messages": "sending hidden states to other stages, as far as nothing hides it",
-    "gradients": "summing gradients over replicas, as far as no backward pass hides it",
+    "messages": "sending hidden states to other stages, without the hidden part",
+    "gradients": "summing gradients over replicas, without the part that backward passes hide",
     "optimizer": "the optimizer's pass over its state",
-    "fixed": "a cost per step that depends on nothing else",
+    "fixed": "a constant cost per step",
 }
 
 
@@ -381,8 +381,8 @@ def _sections(plan: Plan) -> Iterable[str]:
         f"{config.precision.name}, {config.global_batch_size:,} sequences of "
         f"{config.model.seq_length:,} tokens a step: {seconds:.3g} s, "
         f"{tokens / seconds:,.0f} tokens a second, MFU "
-        f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU by a "
-        f"{plan.by(first)}. "
+        f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU according to "
+        f"a {plan.by(first)}. "
     )
     words += " ".join(
         filter(None, (plan.loads(), f"{len(priced.order):,} of {of_all} layouts fit."))
@@ -394,7 +394,10 @@ def _sections(plan: Plan) -> Iterable[str]:
         for row, i in zip(plan.cells(), plan.rows, strict=True)
     ]
     sizes = "tp, cp, pp and ep" if config.model.num_experts else "tp, cp and pp"
-    words = f"One row for each {sizes}; if two differ by less than 0.5 %, the simpler is first. "
+    words = (
+        f"One row for each combination of {sizes}; if two differ by less than 0.5 %, the simpler "
+        "layout comes first. "
+    )
     shown = bar_key(StepTime.__dataclass_fields__) + html_table((*plan.head, "time"), rows)
     yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
@@ -432,7 +435,7 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
     return section(
         "The pipeline in time",
         f"The drawing shows {shown} of the {count} micro-batches, without messages. In the whole "
-        f"step {idle:.1%} is idle.",
+        f"step, {idle:.1%} of the time is idle.",
         f"<div class='paper'>{render_svg(drawn, title, 1080, unit=' s')}</div>",
     )
 
@@ -492,8 +495,8 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
     check_fields(config)
     if config.optim.name == "muon":
         raise UserError(
-            "optim.name=muon must be another optimizer for plan, which does not price "
-            "Newton-Schulz; the nearest is optim.name=adamw, and dryrun takes muon"
+            "optim.name=muon must be another optimizer for plan, which cannot price "
+            "Newton-Schulz; the nearest is optim.name=adamw, and parallel3d dryrun supports muon"
         )
     gpus = (config.cluster.nodes or 1) * (config.cluster.gpus_per_node or 8)
     if config.cluster.file is not None:
@@ -526,8 +529,8 @@ def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
     tokens = si(enough * config.model.seq_length)
     return (
         f"global_batch_size={batch} was not given, but runs on {gpus:,} GPUs usually have a "
-        f"larger one, and the plan depends on it: give yours; the nearest is "
-        f"global_batch_size={enough}, {tokens}tokens a step."
+        f"larger one, and the plan depends on it: give yours, such as "
+        f"global_batch_size={enough} ({tokens}tokens a step)."
     )
 
 
@@ -640,7 +643,7 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
         if time.monotonic() - began > seconds:
             said = (
                 f"Dry runs confirmed {rows - len(waiting)} of the first {rows} rows within a "
-                f"minute; plan.confirm={rows} on the command line has no limit."
+                f"minute; plan.confirm={rows} on the command line sets no time limit."
             )
             return replace(found, priced=priced, played=played, unplayed=said)
         tell(f"a dry run of {typed_keys(priced.choices[first])}")
@@ -783,13 +786,13 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
         grown = replace(config, global_batch_size=batch)
         least = float(memories(grown, tried, reserve, tell, found.load).min())
         if least <= memory:
-            words = f"the nearest that would is cluster.nodes={nodes}"
+            words = f"and the nearest that suffices is cluster.nodes={nodes}"
             more = batch != config.global_batch_size
             return words + (f" global_batch_size={batch}" if more else "")
         needed = min(needed, least)
         if needed > _STILL * before:  # more ranks cannot shard the memory much further
             break
-    return f"none was found up to {nodes} nodes"
+    return f"but no number that was tried, up to {nodes}, suffices"
 
 
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
@@ -801,5 +804,5 @@ def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, floa
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))
         if price_measured([choice], sizes, smaller, machine).order:
-            return f"model.num_layers must be less, the nearest that fits is {layers}"
-    return "model.hidden_size must be less: no number of layers fits"
+            return f"model.num_layers must be smaller, and the nearest that fits is {layers}"
+    return "model.hidden_size must be smaller, because no number of layers fits"

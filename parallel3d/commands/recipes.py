@@ -20,7 +20,7 @@ GROUP = "experiment"
 HEAD = ("recipe", "model", "GPUs", "layout", "tokens/step", "precision")
 VERBS = {
     "list": Verb(
-        "list them, one per line, as parallel3d recipes without a verb does",
+        "list the recipes, one per line, like parallel3d recipes without a verb",
         {},
         (),
         "parallel3d recipes",
@@ -75,7 +75,9 @@ def _recipes(verb: str, given: Mapping[str, str], _: list[str]) -> int:
     name, command = given["name"], f"{RECIPES} {verb}"
     if name not in presets(GROUP):
         hint = nearest_hint(name, presets(GROUP))
-        raise UserError(f"{command} {name}: must be one of {', '.join(presets(GROUP))}{hint}")
+        raise UserError(
+            f"{command} {name}: the recipe must be one of {', '.join(presets(GROUP))}{hint}"
+        )
     text = (conf_dir() / GROUP / f"{name}.yaml").read_bytes()
     if verb == "show":
         print(text.decode().rstrip())
@@ -109,7 +111,7 @@ def row(name: str) -> tuple[str, ...]:
 
 def table() -> list[str]:
     """Returns the lines that `parallel3d recipes` prints."""
-    last = f"parallel3d train {GROUP}=NAME starts one, parallel3d {RECIPES} copy NAME copies one."
+    last = f"parallel3d train {GROUP}=NAME runs one; parallel3d {RECIPES} copy NAME copies one."
     return [*aligned([HEAD, *map(row, presets(GROUP))], "<<<<><"), "", last]
 
 
@@ -137,7 +139,7 @@ def write_new(command: str, files: Mapping[Path, bytes]) -> None:
     there = next((path for path in files if os.path.lexists(path)), None)
     if there is not None:
         raise UserError(
-            f"{command}: {show(str(there))} is there already and is not overwritten: remove it, or "
+            f"{command}: {show(str(there))} already exists and is not overwritten: remove it, or "
             "give another folder"
         )
     for path, content in files.items():

@@ -92,7 +92,7 @@ def find(config: Config) -> Shown:
     if ranks * chunks * count > LARGEST:
         raise UserError(
             f"pp={ranks}, vpp={chunks} and num_microbatches={count} make {ranks * chunks * count:,}"
-            f" boxes and are too many to draw; the nearest is num_microbatches="
+            f" boxes, which are too many to draw; the nearest is num_microbatches="
             f"{max(1, LARGEST // (ranks * chunks))}."
         )
     weights = StageWeights.of_run(config, balances=True) if keys.of_model else None

@@ -328,8 +328,8 @@ def _judged_choices(step: int, found: Flips, failure: str | None) -> str | None:
         return failure
     layer, sample, position, margin = found.first
     where = f"layer {layer}, sample {sample}, token {position}"
-    chosen = f"{found.count} tokens choose other experts, as in {where}, where scores are"
-    return f"after step {step}, {chosen} {margin:.1e} apart{'; ' + failure if failure else ''}"
+    chosen = f"choices of experts differ ({found.count} in all), even in {where}, where two scores"
+    return f"after step {step}, {chosen} are {margin:.1e} apart{'; ' + failure if failure else ''}"
 
 
 def differences(
@@ -421,7 +421,7 @@ def _captions(rows: list[Comparison]) -> list[str]:
     count, close = sum(each.count for each in found), sum(each.close for each in found)
     margin = min(each.margin for each in found)
     lines = [
-        f"choices: {count:,} of {total:,} tokens in layers differ ({100 * count / total:.2g} %); "
+        f"choices of experts: {count:,} of {total:,} differ ({100 * count / total:.2g} %); "
         f"smallest margin {margin:.1e}, {close:,} below {CLOSE:g}"
     ]
     if count:

@@ -224,13 +224,15 @@ def read(file: str) -> MeasuredMachine:
     except OSError as error:
         raise UserError(f"{key} cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{key} is not a file of parallel3d calibrate: {_reason(error)}") from None
+        raise UserError(
+            f"{key} must be a file written by parallel3d calibrate, but is not: {_reason(error)}"
+        ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{key} must be a file written by parallel3d calibrate, but is not")
     if content.get("version") not in READABLE:
         raise UserError(
-            f"{key} has version {plain(str(content.get('version')))}, and this parallel3d reads "
-            f"versions {READABLE[0]} and {VERSION}: calibrate again"
+            f"{key} has version {plain(str(content.get('version')))}, but this version of "
+            f"parallel3d reads versions {READABLE[0]} and {VERSION}: calibrate again"
         )
     try:
         return _machine(content)
@@ -286,7 +288,7 @@ def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
     if machine.made.type != precision:
         raise UserError(
             f"precision={precision} must be {machine.made.type}, in which cluster={plain(file)} "
-            f"was measured; the nearest is parallel3d calibrate precision={precision}"
+            f"was measured; for {precision}, run parallel3d calibrate precision={precision}"
         )
 
 
@@ -305,9 +307,9 @@ def check_device(
     other = made.device != kind or here != made.name
     if other or (machine.shares and count != made.count):
         raise UserError(
-            f"cluster={plain(file)} must be of this device, {kind} ({plain(here)} × {count}), but "
-            f"it is of {plain(made.device)} ({plain(made.name)} × {made.count}); the nearest is "
-            "a new file of parallel3d calibrate"
+            f"cluster={plain(file)} must have been measured on this device, {kind} ({plain(here)} "
+            f"× {count}), but was measured on {plain(made.device)} ({plain(made.name)} × "
+            f"{made.count}); give a new file written by parallel3d calibrate"
         )
 
 
@@ -341,9 +343,9 @@ def _of_other_blocks(machine: MeasuredMachine, file: str, model: ModelConfig) ->
     ratio = sum(count * layer_flops(model, kind=kind) for kind, count in here.items())
     ratio /= sum(count * layer_flops(measured, kind=like[kind]) for kind, count in here.items())
     return (
-        f"cluster={plain(file)} was measured for {plain(machine.model.name)}, and a block here has "
-        f"{ratio:.3g} times its FLOPs: times are scaled by that, a guess; parallel3d calibrate "
-        f"model={plain(str(model.name))} measures it."
+        f"cluster={plain(file)} was measured for {plain(machine.model.name)}, but a block here has "
+        f"{ratio:.3g} times its FLOPs, so times are scaled by that factor, which is a guess; "
+        f"parallel3d calibrate model={plain(str(model.name))} measures them."
     )
 
 
@@ -357,8 +359,8 @@ def check_experts_measured(machine: MeasuredMachine, file: str, model: ModelConf
     if model.num_experts and not machine.model.num_experts:
         raise UserError(
             f"model.num_experts={model.num_experts} must be 0 with cluster={plain(file)}, which "
-            f"was measured for {plain(machine.model.name)} without experts; the nearest is a file "
-            f"of parallel3d calibrate model={plain(str(model.name))}"
+            f"was measured for {plain(machine.model.name)}, a model without experts; give a "
+            f"cluster file written by parallel3d calibrate model={plain(str(model.name))}"
         )
 
 

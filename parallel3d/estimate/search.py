@@ -408,7 +408,7 @@ def reason(priced: Priced, index: int, first: int, node: int) -> str:
     )
     if index == first:
         rest = max([*mine][1:], key=lambda part: mine[part])
-        words = f"{100 * mine['compute'] / total:.0f} % of the step computes"
+        words = f"{100 * mine['compute'] / total:.0f} % of the step is computation"
         if mine[rest] > 0.005 * total:
             share = f"{100 * mine[rest] / total:.0f} %"
             words += f"; most of the rest is {_cause(rest, choice, choice, node)} ({share})"
@@ -416,7 +416,7 @@ def reason(priced: Priced, index: int, first: int, node: int) -> str:
     worst = max(mine, key=lambda part: mine[part] - best[part])
     more = mine[worst] - best[worst]
     if total - least <= 0.005 * total or more <= 0:
-        return "as fast, with more to set up" + tight
+        return "equally fast, with more to set up" + tight
     why = _cause(worst, choice, priced.choices[first], node)
     return f"+{100 * more / least:.0f} % {why}{tight}"
 
@@ -437,7 +437,7 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
     if part != "compute":
         return causes[part]
     if choice.recompute == FULL != best.recompute:
-        return "forwards run again, as the layout does not fit without recompute=full"
+        return "forward passes run again, since the layout does not fit without recompute=full"
     if choice.zero >= 3 > best.zero:
         return "waiting for parameters that zero=3 gathers"
     if choice.tp > node:
@@ -450,7 +450,7 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
         return f"tensor-parallel waits and narrower products at tp={choice.tp}"
     if choice.ep < best.ep:
         return f"fewer rows for each of a rank's experts at ep={choice.ep}"
-    return "compute: a fuller slowest stage, or smaller products"
+    return "compute: more work on the slowest stage, or smaller products"
 
 
 def with_style(config: AnyConfig) -> AnyConfig:

@@ -452,7 +452,7 @@ class SimulatedNCCL(dist.ProcessGroup):
             if other != mine and other.count(",") == mine.count(","):
                 raise Mismatch(
                     f"rank {self._rank} destroyed its groups in the order {mine} and rank {at} in "
-                    f"the order {other}: NCCL may wait for ever"
+                    f"the order {other}: NCCL may wait forever"
                 )
 
     # --- operations ----------------------------------------------------------------------------

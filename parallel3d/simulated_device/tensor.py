@@ -221,7 +221,7 @@ def _device_index_of(
         )
     if found:
         if any(t.dim() > 0 for t in others):
-            machine.wait_for_stream(machine.stream_of(), f"{facts.name} by a tensor of the host")
+            machine.wait_for_stream(machine.stream_of(), f"{facts.name} with a tensor on the host")
         return found.pop()
     device = named.get("device")
     # When C++ makes a tensor like another one, it passes device 0 whatever the real device is.
@@ -336,7 +336,7 @@ def _to_device(target: SimulatedTensor, source: Tensor, non_blocking: bool) -> N
     stream = machine.stream_of(target.device_index)
     if not (non_blocking and pinned):
         # Copies from pageable memory wait in the driver, unseen by PyTorch's debug mode.
-        why = "a copy from memory that is not pinned, or that waits"
+        why = "a blocking copy, or one from memory that is not pinned"
         machine.wait_for_stream(stream, why, is_detected=not non_blocking)
     elif machine.data == "cpu":
         before, copies = target.data_.detach().clone().to(source.dtype), _copies_into(source)

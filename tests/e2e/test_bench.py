@@ -81,7 +81,7 @@ def test_the_measured_speeds_are_valid_keys_of_the_cluster(
         again = shell.run(*BENCH, *words, GLOO_SOCKET_IFNAME="eth0")
     assert again.code == 0
     assert watched.seen and watched.elsewhere == []  # all listeners are on the loopback
-    assert "world is not measured: the same ranks as dp." in again.out
+    assert "world is not measured: it has the same ranks as dp." in again.out
     prices = {
         (row["op"], row["size"]): row["priced_s"]
         for row in json.loads((shell.cwd / "out.json").read_text())["rows"]
@@ -94,7 +94,7 @@ def test_the_measured_speeds_are_valid_keys_of_the_cluster(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("dp=2", "bench.sizes=[]"), "bench.sizes=[] must name at least one size"),
+        (("dp=2", "bench.sizes=[]"), "bench.sizes=[] must have at least one size"),
         (("dp=2", "bench.sizes=[1,4096]"), "the nearest is bench.sizes=[4,4096]"),
         (("dp=2", "bench.json=no/such/file.json"), "there is no folder no/such"),
         (("dp=2", "bench.outlier=1"), "bench.outlier=1"),
@@ -133,7 +133,7 @@ def test_the_ddp_figures_start_their_own_ranks(shell: Shell) -> None:
 
 def test_a_single_rank_is_refused(shell: Shell) -> None:
     ended = shell.run(*BENCH)
-    assert_refused(ended, "tp=1, pp=1 and dp=1 are one rank, and one rank sends nothing")
+    assert_refused(ended, "tp=1, pp=1 and dp=1 make a single rank, which has nothing to send")
     assert not (shell.cwd / "runs").exists()
 
 

@@ -153,7 +153,7 @@ def test_export_and_import_give_the_same_weights(
         checkpoint(["import", "from=hf", "run=back"])
     with pytest.raises(UserError, match=r"model\.hidden_size=64: hf gives model\.hidden_size=32"):
         checkpoint(["import", "from=hf", "run=other", "model.hidden_size=64"])
-    with pytest.raises(UserError, match=r"no checkpoint of step=11; the nearest is step=10"):
+    with pytest.raises(UserError, match=r"no checkpoint at step=11; the nearest is step=10"):
         checkpoint(["export", "run=mine", "to=more", "step=11"])
     flip_a_bit(newest(runs))
     with pytest.raises(UserError, match="step=20 is damaged"):
@@ -191,7 +191,7 @@ def test_average_is_the_mean_of_the_last_weights(
     for words, sentence in {
         "last=3": "last=3 must be at most 2, .* the nearest is last=2",
         "last=2 steps=[10]": "one of last=5 and",
-        "steps=[10,15]": "no checkpoint of step=15; the nearest is",
+        "steps=[10,15]": "no checkpoint at step=15; the nearest is",
         "last=2 to=one": "run=one exists",
         "last=2 to=a/b": "run=a/b",
     }.items():
@@ -258,7 +258,7 @@ def test_a_byte_tokenizer_is_exported_for_transformers(
     made = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     assert tokenizer.decode(made[0], skip_special_tokens=True) == ours.out.removesuffix("\n")
     assert checkpoint(["import", "from=bytes", "run=bytes"]) == 0
-    assert "its tokens are bytes" in capsys.readouterr().err
+    assert "the run's tokens are bytes" in capsys.readouterr().err
     assert not (trained.cwd / "runs" / "bytes" / "tokenizer").exists()
     shutil.rmtree(trained.cwd / "runs" / "bytes")
     shutil.rmtree("bytes")

@@ -45,7 +45,7 @@ def test_a_run_starts_from_another_and_resumes_without_its_keys(
     for words, sentence in (
         (("init_from=od",), "init_from=od must be a run in runs_dir=runs, run@step, or the folder"),
         (("init_from=od",), "the nearest is old"),
-        (("init_from=old@7",), "no checkpoint of step=7; the nearest is step=2"),
+        (("init_from=old@7",), "no checkpoint at step=7; the nearest is step=2"),
         (("init_from=old", "model.hidden_size=64"), "init_from=old@2 gives model.hidden_size=32"),
         (("init_from=old", "model=gpt_tiny"), "init_from=old@2 gives model.num_layers=2"),
         (("init_from=old", "init_optimizer=true", "optim=sgd"), "the nearest is optim=adamw"),

@@ -37,7 +37,7 @@ def test_a_default_batch_is_reported_first(shell: Shell, capfd: pytest.CaptureFi
     ended = answer(shell, capfd, *words)
     first, empty, title = ended.out.splitlines()[:3]
     assert first.startswith("global_batch_size=16 was not given") and not empty
-    assert first.endswith("the nearest is global_batch_size=256, 2.10 Mtokens a step.")
+    assert first.endswith("such as global_batch_size=256 (2.10 Mtokens a step).")
     assert title.startswith("llama3_8b on 64 GPUs")
     for typed in ("global_batch_size=16", "global_batch_size=256"):
         assert "was not given" not in answer(shell, capfd, *words, typed).out
@@ -84,11 +84,11 @@ BAD = [
             "micro_batch_size=1",
             "recompute=full",
         ),
-        "cluster.nodes must be larger, none was found up to 4 nodes",
+        "cluster.nodes must be larger, but no number that was tried, up to 4, suffices",
     ),
     (
         ("model.vocab_size=99999999999", "tp=8", "pp=1", "micro_batch_size=1", "recompute=full"),
-        "cluster.nodes must be larger, none was found up to 128 nodes",
+        "cluster.nodes must be larger, but no number that was tried, up to 128, suffices",
     ),
     (
         ("model=gpt2_124m", "cp=8", "context_parallel.style=heads"),

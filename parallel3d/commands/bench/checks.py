@@ -31,13 +31,13 @@ def check_communication(config: CommandConfig, world_size: int | None) -> Comman
     check_groups(config.launch, config.cluster)
     if config.replica_size * dp == 1:
         raise UserError(
-            f"tp={tp}, pp={pp} and dp={dp} are one rank, and one rank sends nothing; "
-            "bench comm needs at least 2, as in dp=2."
+            f"tp={tp}, pp={pp} and dp={dp} make a single rank, which has nothing to send; "
+            "bench comm needs at least 2 ranks, as in dp=2."
         )
     sizes, file = config.bench.sizes, config.bench.json
     if not sizes or min(sizes) < 4:
         raise UserError(
-            f"bench.sizes={show(sizes)} must name at least one size, and none below 4 bytes; the "
+            f"bench.sizes={show(sizes)} must have at least one size, and none below 4 bytes; the "
             f"nearest is bench.sizes={show([max(4, size) for size in sizes] or [4])}."
         )
     if file is not None and not Path(file).parent.is_dir():

@@ -63,7 +63,7 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
     """
     count, measured = rows[0]["groups_of_the_dimension"], rows[0]["groups_measured"]
     groups = f"{count} group{'s' if count > 1 else ''} of {rows[0]['ranks_of_a_group']}"
-    some = f", {measured} of them alone" if measured < count else ""
+    some = f", {measured} of them measured alone" if measured < count else ""
     result = Table(title=f"{dim}: {groups}{some}", title_justify="left", box=SIMPLE, pad_edge=False)
     result.padding = (0, 1, 0, 0)
     modes = [mode for mode in (ALONE, TOGETHER) if any(row["mode"] == mode for row in rows)]
@@ -357,7 +357,8 @@ def conclusions(
     for fitted in facts["fitted"].values():
         words = " ".join(f"{k}={v:g}" for k, v in fitted.items() if k.startswith("cluster."))
         lines.append(
-            f"Measured here: {words} (half of {fitted['samples']} measured rows of training's "
-            f"collectives are within a factor of {fitted['typical_factor']:.2g} of this price)"
+            f"Measured here: {words} (with these values, half of the {fitted['samples']} measured "
+            "rows of training's collectives are within a factor of "
+            f"{fitted['typical_factor']:.2g} of their price)"
         )
     return lines

@@ -415,16 +415,17 @@ def groups_of(layout: Layout, dim: str) -> list[list[int]]:
 def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
     """Returns the dimensions to measure, and for each other dimension why it is left out."""
     data = ("cp", "dp_cp") if layout.cp > 1 else ("dp",)
-    left_out = {dim: f"{dim}=1: no groups" for dim in ("tp", "dp", "pp") if layout.size(dim) == 1}
+    sizes = {dim: layout.size(dim) for dim in ("tp", "dp", "pp")}
+    left_out = {dim: f"{dim}=1 has no groups" for dim, size in sizes.items() if size == 1}
     if layout.cp > 1 == layout.dp:
-        left_out["dp_cp"] = "the same ranks as cp"
+        left_out["dp_cp"] = "it has the same ranks as cp"
     elif layout.cp > 1:
-        left_out["dp"] = "it sends a token count, and dp_cp the gradients"
+        left_out["dp"] = "it sends only a token count, while dp_cp sends the gradients"
     dims = [dim for dim in ("tp", *data, "pp") if dim not in left_out]
     same = next((dim for dim in dims if layout.size(dim) == layout.world_size), None)
     if same is None:
         return [*dims, WORLD], left_out
-    return dims, left_out | {WORLD: f"the same ranks as {same}"}
+    return dims, left_out | {WORLD: f"it has the same ranks as {same}"}
 
 
 def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> dict[str, Site]:
@@ -478,7 +479,7 @@ def _why_no_average(site: Site) -> str | None:
     except (RuntimeError, ValueError) as error:  # every rank raises it before anything is sent
         if "AVG" not in str(error):
             raise
-        return f"{site.backend} of torch {torch.__version__} has no AVG"
+        return f"{site.backend} in torch {torch.__version__} has no AVG"
     return None
 
 

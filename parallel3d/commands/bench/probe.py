@@ -93,15 +93,15 @@ class Finding:
     def sentence(self, where: Where) -> str:
         """Describes the finding: its ranks, where they are, and its times."""
         slower = (
-            f"{self.times:.1f} times the median, {self.seconds * 1e3:.3g} against "
-            f"{self.median_s * 1e3:.3g} ms for {self.nbytes:,} bytes"
+            f"{self.times:.1f} times the median ({self.seconds * 1e3:.3g} ms instead of "
+            f"{self.median_s * 1e3:.3g} ms for {self.nbytes:,} bytes)"
         )
         if len(self.ranks) == 1:
             groups = ", ".join(where.placement.layout.named_groups(self.ranks[0]))
-            return f"slow rank: {where.name(self.ranks[0])}, of {groups}: {slower}"
+            return f"slow rank: {where.name(self.ranks[0])}, in {groups}: {slower}"
         a, b = self.ranks
         wire = where.link_class(a, b).label
-        return f"slow pair: {where.name(a)} and {where.name(b)}, by {wire}: {slower}"
+        return f"slow pair: {where.name(a)} and {where.name(b)}, over {wire}: {slower}"
 
     def facts(self, where: Where) -> dict[str, object]:
         """Returns plain data for JSON."""
@@ -449,7 +449,7 @@ def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
     return [
         f"{priced[0][0].dim} groups: {priced[0][0].operation.label} of {priced[0][0].nbytes:,} "
         f"bytes takes {usual:.1f} times its price in the median group: the cluster's speeds or the "
-        "network's settings differ from the model; parallel3d bench comm shows more"
+        "network's settings differ from those assumed; parallel3d bench comm shows more"
         for usual, priced in _by_dim(groups)
         if usual > outlier
     ]

@@ -53,8 +53,8 @@ def calibrate_config(
     for key in ("tp", "pp", "dp", "cp", "ep"):
         if key in chosen_keys(typed):
             raise UserError(
-                f"{key}={getattr(config, key)}: calibrate measures groups of every size, so {key} "
-                "must be left out; the nearest is calibrate.ranks=4, the largest size"
+                f"{key}={getattr(config, key)}: calibrate measures groups of every size, so leave "
+                f"{key} out and give the largest size, as in calibrate.ranks=4"
             )
     device = choose_device(config.device, 1)
     kind = device.kind
@@ -123,17 +123,17 @@ def written_to(config: CommandConfig) -> Path:
     path = Path(file)
     if not file.endswith((".yaml", ".yml")):
         raise UserError(
-            f"calibrate.file={show(file)} must end in .yaml, by which cluster= recognizes it; the "
-            f"nearest is calibrate.file={show(file + '.yaml')}"
+            f"calibrate.file={show(file)} must end in .yaml or .yml, by which cluster= recognizes "
+            f"a file; the nearest is calibrate.file={show(file + '.yaml')}"
         )
     if not path.parent.is_dir():
         raise UserError(
-            f"calibrate.file={show(file)} must lie in a folder that exists; the nearest is "
+            f"calibrate.file={show(file)} must be in a folder that exists; the nearest is "
             f"calibrate.file={show(path.name)}"
         )
     if os.path.lexists(path) and not config.calibrate.replace:
         raise UserError(
-            f"calibrate.file={show(file)} exists already and must be another file; the nearest is "
-            "calibrate.replace=true, which overwrites it"
+            f"calibrate.file={show(file)} already exists; give another file, or "
+            "calibrate.replace=true to overwrite this one"
         )
     return path

@@ -18,9 +18,9 @@ class CalibrateConfig:
     replace: bool = key(False, "whether an existing file may be overwritten")
     ranks: int | None = key(
         None,
-        "largest number of ranks in a group, a power of two; null: four per core and at least "
-        "eight, or one per GPU",
+        "largest number of ranks in a group, a power of two; null: one per GPU, or four per core, "
+        "but from 8 to 64",
         minimum=1,
         maximum=1024,
     )
-    passes: int = key(3, "number of passes over all pieces, each of which is measured", minimum=1)
+    passes: int = key(3, "how many times each piece is measured", minimum=1)

@@ -198,12 +198,12 @@ def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: flo
     made = machine.made
     each = "a core" if made.device == "cpu" else "a GPU"
     print(
-        f"{made.name}, {made.count} of them, {made.type}: "
-        f"{1e3 * machine.numbers['peak_tflops']:.0f} GFLOP/s {each} at most; blocks of "
-        f"{machine.model.name}, groups of up to {ranks} ranks. {seconds:.0f} s."
+        f"{made.name} × {made.count}, {made.type}: at most "
+        f"{1e3 * machine.numbers['peak_tflops']:.0f} GFLOP/s {each}; measured blocks of "
+        f"{machine.model.name} and groups of up to {ranks} ranks in {seconds:.0f} s."
     )
-    print(f"parallel3d plan cluster={path}  prices layouts of this machine; so does")
-    print(f"parallel3d train layout=auto cluster={path}")
+    print(f"parallel3d plan cluster={path}  prices layouts of this machine")
+    print(f"parallel3d train layout=auto cluster={path}  trains with the best one")
     if made.device == "cpu" and os.getloadavg()[0] > 1.5 * ranks:
         print_line(
             f"the machine was busy (load {os.getloadavg()[0]:.1f}): calibrate again when it is idle"

@@ -46,7 +46,7 @@ VERBS = {
         | STEP
         | {
             "dtype": f"type of the weights: {', '.join(DTYPES)} (the checkpoint's)",
-            "weights": "model, or ema for their average with optim.ema_decay (model)",
+            "weights": "model, or ema for the average of the weights with optim.ema_decay (model)",
         },
         ("run", "to"),
         "parallel3d checkpoint export run=my_run to=my_model\n"
@@ -59,8 +59,8 @@ VERBS = {
         {"from": "folder with config.json and safetensors (GPT-2, Llama, Qwen, Gemma, …)"}
         | RUN
         | {
-            "prove": "true, false: compare the run's logits with those of transformers, and import "
-            "nothing if they differ (true if transformers is installed and memory suffices)"
+            "prove": "whether to compare the run's logits with those of transformers, and to "
+            "import nothing if they differ (true if transformers is installed and memory suffices)"
         },
         ("from", "run"),
         "parallel3d checkpoint import from=gpt2 run=from_gpt2\n"
@@ -83,7 +83,7 @@ VERBS = {
         RUN
         | {
             "last": "number of newest checkpoints",
-            "steps": "steps of the checkpoints instead, steps=[100,200]",
+            "steps": "steps of the checkpoints instead, as in steps=[100,200]",
             "to": "name of the new run (RUN-average)",
         },
         ("run",),
@@ -124,7 +124,10 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
     if name == "average":
         last, steps = whole_number("last", given, least=1), _steps(given)
         if (last is None) == (steps is None):
-            raise UserError("checkpoint average must have one of last=5 and steps=[100,200]")
+            raise UserError(
+                "checkpoint average must have either last=… or steps=…, as in last=5 or "
+                "steps=[100,200]"
+            )
         from parallel3d.commands.checkpoint.new_runs import average
 
         return average(runs_dir, run, last, steps, given.get("to", f"{run}-average"))

@@ -160,9 +160,9 @@ def _own_tokenizer(folder: Path) -> Tokenizer | None:
 
 def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
     if isinstance(tokenizer, FileTokenizer):
-        return f"its tokenizer ({tokenizer.vocab_size:,} tokens) is the run's own"
+        return f"the run has the folder's tokenizer ({tokenizer.vocab_size:,} tokens)"
     if tokenizer is not None:
-        return "its tokens are bytes"
+        return "the run's tokens are bytes"
     return (
         f"{folder} has no {TOKENIZER}: the run's tokens are bytes, unless data.tokenizer=… names "
         "the tokenizer of the model"
@@ -185,10 +185,13 @@ def why_not(model: ModelConfig) -> str | None:
     # Versions before 5 drop the head if config.json ties it, and read other keys.
     oldest = TRIED[TRANSFORMERS].oldest
     if oldest is not None and parts(found) < parts(oldest):
-        return f"transformers {found} is older than {oldest}"
+        return f"transformers {found} is older than {oldest}, the oldest that an import compares"
     needed = 2 * 4 * parameter_count(model) + 3 * 4 * LONGEST * model.vocab_size
     if needed > (free := available_memory()):
-        return f"it would take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        return (
+            f"the comparison would take {needed / 1e9:.1f} GB of memory, but only "
+            f"{free / 1e9:.1f} GB are free"
+        )
     return None
 
 
@@ -246,7 +249,7 @@ def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tens
     except Exception as error:  # any kind of error is possible, because the folder is untrusted
         text = str(error).strip() or type(error).__name__
         raise UserError(
-            f"from={folder}: transformers {version(TRANSFORMERS)} does not load or run it "
+            f"from={folder}: transformers {version(TRANSFORMERS)} cannot load or run it "
             f"({plain(' '.join(text.split()))}); prove=false imports it without this test"
         ) from None
 
@@ -262,18 +265,18 @@ def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
     if not difference <= TOLERANCE * largest:  # also refuses NaN
         raise UserError(
             f"from={folder}: the logits of {count} tokens differ from those of {name} by up to "
-            f"{difference:.3g}, and the largest is {largest:.3g}: nothing is imported; "
-            "prove=false imports it without this test"
+            f"{difference:.3g} (the largest logit is {largest:.3g}), so nothing is imported; "
+            "prove=false imports the folder without this test"
         )
     return (
         f"proven: the logits of {count} tokens equal those of {name} within {difference:.1e}; the "
-        f"largest is {largest:.3g}"
+        f"largest logit is {largest:.3g}"
     )
 
 
 UNTIED = (
-    "config.json ties the head to the embedding, but the files hold another head: it is imported "
-    "untied, as transformers 5 loads it"
+    "config.json ties the head to the embedding, but the files hold a different head, which is "
+    "imported untied, as transformers 5 loads it"
 )
 
 
@@ -297,13 +300,13 @@ def export_run(
     where = title(folder)
     if weights == "ema":
         check_ema(folder, "weights")
-    with damage_refused(where, "; parallel3d checkpoint ls shows the others"):
+    with damage_refused(where, "; parallel3d checkpoint ls shows the other checkpoints"):
         manifest = read_manifest(folder)
         model = model_of(manifest, where)
         try:
             own = "fp64" if manifest.config["precision"]["name"] == "fp64" else "fp32"
         except (KeyError, TypeError) as error:
-            unknown = "has no model that this parallel3d knows: its precision is missing"
+            unknown = "has no model that this version of parallel3d knows: its precision is missing"
             raise UserError(f"{where} {unknown} ({error!r})") from None
         check_layers(model, len(stored_shapes(folder)), where)
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
@@ -392,7 +395,7 @@ def import_run(
         proof = f"not proven: {unproven}"
         if not unproven:
             proof = _prove(folder, source, config.model, dtype, run_dir)
-    print_line(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
+    print_line(f"run={run} begins with {parameter_count(config.model):,} parameters from {folder}")
     for sentence in (*([UNTIED] if source.untied else []), *source.notices):
         print_line(sentence)
     print_line(proof)
@@ -401,7 +404,7 @@ def import_run(
         for sentence in (*tokenizer.doubts(), *([] if unlike is None else [unlike])):
             print_line(sentence)
     print_line(describe_tokenizer(tokenizer, folder))
-    print_line("to train it further (choose data and optimizer; the model is the run's own):")
+    print_line("to train it further (choose data and optimizer; the run already has its model):")
     where = [] if runs_dir == Path(Config().runs_dir) else [spell("runs_dir", config.runs_dir)]
     print(" ".join(["parallel3d train", f"run={run}", *where]))
     return 0
@@ -427,7 +430,7 @@ def _configuration(
     config = composed(words)
     typed = [word.partition("=")[0].lstrip("+") for word in overrides]
     if "model" in typed:
-        raise UserError(f"model=… is given by {folder}: leave it out")
+        raise UserError(f"model=… must be left out, because {folder} determines the model")
     model = ModelConfig(**keys)
     model = model_from(model, config.model, typed.__contains__, str(folder), model.seq_length)
     return check_config(dataclasses.replace(config, model=model), own_samples=True)

@@ -61,7 +61,7 @@ def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
     if not found:
         steps = [step_of(folder) for folder in folders]
         close = min(steps, key=lambda there: abs(there - step))
-        raise UserError(f"run={run} has no checkpoint of step={step}; the nearest is step={close}")
+        raise UserError(f"run={run} has no checkpoint at step={step}; the nearest is step={close}")
     return found[0]
 
 
@@ -83,8 +83,8 @@ def check_ema(folder: Path, key: str) -> None:
     with damage_refused(title(folder)):
         if not read_manifest(folder).has_ema:
             raise UserError(
-                f"{key}=ema: {title(folder)} has no average of the weights, as it was trained with "
-                f"optim.ema_decay=null; give {key}=model instead"
+                f"{key}=ema: {title(folder)} has no average of the weights, because it was trained "
+                f"with optim.ema_decay=null; give {key}=model instead"
             )
 
 
@@ -140,7 +140,7 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
     Raises UserError if one of them is damaged or cannot be read.
     """
-    with damage_refused(title(folder), "; parallel3d checkpoint ls shows the others"):
+    with damage_refused(title(folder), "; parallel3d checkpoint ls shows the other checkpoints"):
         manifest = read_manifest(folder)
     try:
         return manifest, typed_config(manifest.config)

@@ -130,8 +130,8 @@ def _ranks(layout: Layout, rank: int | None) -> list[int]:
         return [first_pipeline[stage] for stage in sorted({0, pp // 2, pp - 1})]
     if rank >= world:
         raise UserError(
-            f"dryrun.rank={rank} must be below the {world} ranks of this layout; the nearest is "
-            f"dryrun.rank={world - 1}."
+            f"dryrun.rank={rank} must be less than {world}, the number of ranks of this layout; "
+            f"the nearest is dryrun.rank={world - 1}."
         )
     return [rank]
 

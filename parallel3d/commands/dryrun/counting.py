@@ -122,8 +122,8 @@ def gpu_of(cluster: ClusterConfig, precision: str, own_tflops: float | None) -> 
     peak = known[precision] if own_tflops is None else Peak(own_tflops * TERA, "launch.peak_tflops")
     if peak is None:
         raise UserError(
-            f"cluster.gpu={show(name)} has no {precision} in the datasheets known here; "
-            "give launch.peak_tflops, its dense peak."
+            f"cluster.gpu={show(name)} has no known {precision} peak; give its dense peak, as in "
+            "launch.peak_tflops=100."
         )
     peaks = {t: found.flops for t, found in known.items() if found is not None}
     return Gpu(name, peak, peaks | {precision: peak.flops}, 1e9 * bandwidth, 1e9 * memory)
@@ -478,7 +478,7 @@ def dry_step(
     """
     machine = enable(data="meta", checks_races=False)
     if machine.data != "meta":
-        raise RuntimeError("this process has the simulated device with values already")
+        raise RuntimeError("this process already has the simulated device, but with values")
     counter = StepCounter(machine, gpu, config.precision.name == "tf32")
     machine.observers.append(counter)
     try:

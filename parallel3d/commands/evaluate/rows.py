@@ -101,8 +101,8 @@ def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
     for task, answers in numbers.items():
         if len(answers) >= ENOUGH and min(answers) > 0:
             raise UserError(
-                f"{named}: no answer of the {len(answers):,} rows of task {show(task)} is 0, and "
-                "numbers of choices count from 0: give numbers from 0 on, or the text of the right "
+                f"{named}: none of the {len(answers):,} numeric answers of task {show(task)} is 0, "
+                "but choices are numbered from 0: give numbers from 0 on, or the text of the right "
                 "choice"
             )
 
@@ -123,7 +123,7 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
     if not (isinstance(task, str) and task.isprintable()):
         raise UserError(f"{place}: task={plain(show(task))} must be a name on one line; give one")
     if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
-        raise UserError(f"{place} has half of a pair of surrogates, which is not text: {HOW}")
+        raise UserError(f"{place} has a lone surrogate, which is not text: {HOW}")
     if row.get("choices") is None:
         if row.get("answer") is not None:
             raise UserError(f"{place} has an answer but no choices: {HOW}")
@@ -142,8 +142,8 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
     spelled = [k for k, choice in enumerate(choices) if choice.strip() == str(answer)]
     if by_number and spelled and spelled != [answer]:
         raise UserError(
-            f"{place}: answer={answer} is the number of a choice and the text of another one: give "
-            f"the text, {json.dumps(choices[spelled[0]])}, or give the choices other names"
+            f"{place}: answer={answer} is read as the number of a choice, but is the text of "
+            f"another one: give the text, {json.dumps(choices[spelled[0]])}, or change the choices"
         )
     if not (type(answer) is int and 0 <= answer < len(choices)):
         raise UserError(

@@ -265,7 +265,7 @@ def page_of(runs: Sequence[RunRecord], mark: str) -> str:
 <label><input type='radio' name='axis' value='t'> tokens</label></fieldset>
 <fieldset><legend>y axis</legend><label><input type='checkbox' id='log'> logarithmic losses and
 norms</label></fieldset><fieldset><legend>runs</legend>{controls}</fieldset></form>
-<noscript><p>The curves are drawn by this page's own script, which is switched off here.</p>
+<noscript><p>This page's own script draws the curves, but scripts are switched off here.</p>
 </noscript>
 <section><h2>Curves</h2><p class='muted'>Point at a chart, or choose it with Tab and move with the
 arrow keys. Dashed: a restart from a checkpoint. ✕: a value that is not a finite number.</p>
@@ -381,7 +381,8 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         pairs = zip(labels, runs, strict=True)
         known = {label: run.configs[-1] for label, run in pairs if run.configs}
         table = _differing(["key", *known], list(known.values()))
-        yield section("What differs", "" if table else "No key but run and runs_dir.", table)
+        said = "" if table else "No key differs, except run and runs_dir."
+        yield section("What differs", said, table)
     yield _starts_table(runs, labels)
     for heading, part, said in (
         ("Where the time of all starts went", _goodput, "It comes from starts.jsonl."),
@@ -423,7 +424,7 @@ def _starts_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
             rows.append([label, *map(escape, cells)])
         for before, after in pairwise(run.configs):
             if table := _differing(("key", "before", "after"), (before, after)):
-                changes += f"<h3>{label} resumed with other keys</h3>{table}"
+                changes += f"<h3>{label} resumed with changed keys</h3>{table}"
     head = ("run", "start", "at", "first step", "layout", "host of rank 0")
     return section("Starts", "", html_table(head, rows) if rows else "", changes)
 

@@ -84,7 +84,7 @@ def test_each_layout_fits_by_the_planner(
 
 def test_a_row_of_a_plan_is_read_by_its_names() -> None:
     text = "llama on 8 GPUs\n\n  #   tp  pp schedule  recompute  zero  step s   MFU %  GiB  why\n"
-    text += "  1    2   1 1f1b      none          1    1.89    50.6   47  97 % of the step computes"
+    text += "  1    2   1 1f1b      none          1    1.89    50.6   47  97 % of the step"
     assert gpu_node.row_of_plan(text) == {"step s": 1.89, "MFU %": 50.6, "GiB": 47.0}
 
 

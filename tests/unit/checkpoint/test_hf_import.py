@@ -290,7 +290,7 @@ def test_an_import_with_other_logits_fails_and_leaves_nothing_behind(
 def test_a_folder_that_transformers_cannot_load_is_imported_only_without_the_comparison() -> None:
     make()
     configure(use_cache="never")
-    assert "does not load or run it" in refused()
+    assert "cannot load or run it" in refused()
     assert checkpoint(["import", "from=hf", "run=t", "prove=false"]) == 0
 
 

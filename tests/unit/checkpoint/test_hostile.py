@@ -218,7 +218,7 @@ def test_export_refuses_a_nonsensical_configuration(
         assert str(refused.value).isprintable(), refused.value
     for config in ({}, {"model": whole}, {"model": whole, "precision": {}}):
         replant(folder, put("config", value=config))
-        with pytest.raises(UserError, match="has no model that this parallel3d knows"):
+        with pytest.raises(UserError, match="has no model that this version of parallel3d knows"):
             checkpoint(["export", "run=mine", "to=there"])
 
 

@@ -325,6 +325,6 @@ def test_bench_comm_needs_no_model_batch_or_data() -> None:
     assert check_communication(dataclasses.replace(odd, dp=None), 12).dp == 2
     with pytest.raises(UserError, match="world size of 8"):
         check_communication(odd, 8)
-    with pytest.raises(UserError, match="must name at least one size"):
+    with pytest.raises(UserError, match="must have at least one size"):
         bench = BenchConfig(sizes=[])
         check_communication(dataclasses.replace(odd, bench=bench), 12)

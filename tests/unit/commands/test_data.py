@@ -45,11 +45,11 @@ def test_a_corpus_is_made_shown_and_verified(
     assert typed(monkeypatch, "data show corpora/web documents=2") == 0
     out = capsys.readouterr().out
     lengths = [len(open_tokenizer("gone").encode(text.encode())) + 1 for text in TEXTS]
-    assert f"least {min(lengths)}, median {sorted(lengths)[5]}," in out
-    assert f"most {max(lengths)}" in out
+    assert f"minimum {min(lengths)}, median {sorted(lengths)[5]}," in out
+    assert f"maximum {max(lengths)}" in out
     assert "document 0: def encode(text)" in out and "document 1: héllo" in out
     assert "document 2" not in out
-    assert "proved: every byte" in out
+    assert "verified: every byte" in out
     monkeypatch.setattr("parallel3d.commands.data.READ", 5)
     assert typed(monkeypatch, "data show corpora/web documents=2") == 0
     assert capsys.readouterr().out == out
@@ -74,7 +74,7 @@ def test_a_foreign_pair_is_shown_with_a_given_tokenizer(
     assert typed(monkeypatch, "data show prefix=pair tokenizer=tok documents=1") == 0
     assert "document 0: def encode(text)" in capsys.readouterr().out
     assert typed(monkeypatch, "data show pair tokenizer=byte") == 1
-    assert "DAMAGED: it holds token" in capsys.readouterr().out
+    assert "DAMAGED: the corpus holds token" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("to", ["tok.json", "made"])

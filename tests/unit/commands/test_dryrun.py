@@ -445,7 +445,7 @@ def test_the_page_and_its_file(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (("tp=3",), "tp=3 must divide"),
-        (("tp=2", "dryrun.rank=2"), "must be below the 2 ranks"),
+        (("tp=2", "dryrun.rank=2"), "must be less than 2, the number of ranks"),
         (("cluster=laptop",), "does not say what its GPUs are"),
         (("cluster=dgx_h100", "cluster.gpu=Abacus"), "launch.peak_tflops"),
         (("dryrun.json=.",), "is a folder"),

@@ -46,7 +46,7 @@ BAD = (
     ('{"context": "a", "choices": ["b", ""], "answer": 0}', "at least two texts"),
     ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer=2 must be the number"),
     ('{"context": "a", "choices": ["b", "b"], "answer": "b"}', "from 0 to 1, or its text"),
-    ('{"context": "a", "continuation": "\\ud83d"}', "half of a pair of surrogates"),
+    ('{"context": "a", "continuation": "\\ud83d"}', "lone surrogate, which is not text"),
     ('{"context": "a", "continuation": "b", "task": "x\\u001b[31m"}', "must be a name on one line"),
     ('{"context": "a", "continuation": "b", "task": null}', "must be a name on one line"),
     (

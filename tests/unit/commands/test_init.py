@@ -39,7 +39,7 @@ def test_an_existing_file_is_not_overwritten_and_nothing_else_is_written(
     mine.parent.mkdir()
     mine.symlink_to(tmp_path / "elsewhere")  # a dangling link counts as well
     assert main(["init", "slurm", str(tmp_path)]) == 2
-    assert f"{mine} is there already and is not overwritten" in capsys.readouterr().err
+    assert f"{mine} already exists and is not overwritten" in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [mine]
 
 

@@ -157,4 +157,4 @@ def test_confirmed_rows_are_the_dry_runs_own_figures(
     peak = max(ran for ran, _ in both) + 4 * GB
     assert f"  {peak / 2**30:.0f}  dry run  " in row
     page = file.read_text()
-    assert "on the fullest GPU by a dry run." in page and "<td>dry run</td>" in page
+    assert "on the fullest GPU according to a dry run." in page and "<td>dry run</td>" in page

@@ -113,7 +113,7 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path, said: Lines) -> N
     mine.parent.mkdir()
     mine.symlink_to(tmp_path / "elsewhere")  # a dangling link counts as well
     assert main(["recipes", "copy", "qwen3_8b", str(tmp_path)]) == 2
-    assert f"{mine} is there already and is not overwritten" in said()[1]
+    assert f"{mine} already exists and is not overwritten" in said()[1]
     assert not (tmp_path / "elsewhere").exists()
 
 

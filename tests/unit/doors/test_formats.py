@@ -660,11 +660,11 @@ def test_answers_that_count_from_1_are_refused(tmp_path: Path) -> None:
     assert rows(["b", "c", "b", "c"]) == 4 and rows([1]) == 1
     for answers, words in (
         ([1, 2, 3], "answer=3 must be the number of a choice, from 0 to 2"),
-        ([1, 2, 1, 2], "no answer of the 4 rows of task q is 0"),
+        ([1, 2, 1, 2], "none of the 4 numeric answers of task q is 0"),
     ):
         with pytest.raises(UserError, match=words):
             rows(answers)
-    with pytest.raises(UserError, match="is the number of a choice and the text of another"):
+    with pytest.raises(UserError, match="the number of a choice, but is the text of another"):
         rows([1], ("1", "2"))
 
 

@@ -312,7 +312,7 @@ def test_windows_are_priced_by_their_own_block() -> None:
     ratio = layer_flops(wider, kind=next(iter(kinds))) / layer_flops(model, kind=sliding)
     found = passes(here, config(wider), "block", next(iter(kinds)))
     assert found[0] == pytest.approx(ratio) and ratio > 1
-    assert "times its FLOPs: times are scaled" in scaled(here, "here.yaml", wider)
+    assert "times its FLOPs, so times are scaled" in scaled(here, "here.yaml", wider)
     assert scaled(here, "here.yaml", dataclasses.replace(model, num_layers=2)) == ""
 
 

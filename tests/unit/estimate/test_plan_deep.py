@@ -39,7 +39,7 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     )
     found = SimpleNamespace(config=config, sizes=plan.sizes_of(config), reserve_gb=4.0, load=1.0)
     words = plan._nodes_that_fit(found, {}, 1, float("inf"))
-    assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
+    assert words == "and the nearest that suffices is cluster.nodes=64 global_batch_size=512"
     # There are 23,208 layouts on 2, 4, … 64 nodes, of up to five ranks each.
     assert len(looked_at) < 4000
 

@@ -96,7 +96,7 @@ def test_rows_are_layouts_and_not_variants_and_each_has_its_reason() -> None:
     rows = best(priced, 10)
     assert len({(priced.choices[i].tp, priced.choices[i].pp) for i in rows}) == len(rows) == 10
     said = [reason(priced, i, rows[0], 8) for i in rows]
-    assert "of the step computes" in said[0]
+    assert "of the step is computation" in said[0]
     assert all("%" in words or "as fast" in words for words in said)
 
 
