@@ -82,7 +82,7 @@ def test_the_list_has_a_line_for_each_and_fits_100_columns(
     assert [line.split()[0] for line in lines[1 : len(RECIPES) + 1]] == RECIPES
     assert max(map(len, lines)) <= 100
     assert main(["recipes", "list", "--help"]) == 0
-    assert said()[0][0].startswith("parallel3d recipes list: list them")
+    assert said()[0][0].startswith("parallel3d recipes list: list the recipes")
     row = next(line for line in lines if line.startswith("llama3_1_70b "))
     assert "256 (dgx_h100)" in row and "tp=8 pp=4 vpp=5 dp=8 zero=1" in row
     assert "8.39 M" in row and row.endswith("bf16")
