@@ -57,4 +57,4 @@ def test_schedule_auto_prints_its_choice(shell: Shell) -> None:
     ended = train(shell, "pp=2", "vpp=2", "schedule=auto", "schedule.memory=2", "train.steps=1")
     assert ended.code == 0, ended
     (said,) = [line for line in ended.errors if "schedule=auto" in line]
-    assert "over compute with at most 2 of 1F1B's activations; next" in said
+    assert "over compute with at most 2 × 1F1B's activations; next best: " in said

@@ -221,7 +221,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (
         {"optim.groups": {"layers.*": {"lr_mult": 2}, "layers.0.*": {"lr_mult": 1}}},
         None,
-        ["optim.groups={layers.0.*:", "the first that matches counts; give it first"],
+        ["optim.groups={layers.0.*:", "the first match counts; give it first"],
     ),
     ({"init_optimizer": True}, None, ["init_optimizer=true", "nearest is init_optimizer=false"]),
     (
@@ -358,7 +358,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         | {"model.sliding_rotary_base": 50.0}
         | ROPE,
         None,
-        ["model.sliding_rotary_base=50.0", "none is rotated", "sliding_rotary_base=null"],
+        ["model.sliding_rotary_base=50.0", "no such layer uses RoPE", "sliding_rotary_base=null"],
     ),
     (
         {"model.max_position_embeddings": 128},
