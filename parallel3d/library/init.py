@@ -169,7 +169,7 @@ def _device_in_world(requested: str) -> torch.device:
     world, kind = dist.get_backend_config(), accelerator_of_world()
     typed = dist.get_backend()
     if requested == "auto" and kind is None and typed in HOST_BACKENDS:
-        idle = f", and {count} GPUs are not used" if (count := len(find(os.environ).gpus)) else ""
+        idle = f" (unused GPUs: {count})" if (count := len(find(os.environ).gpus)) else ""
         here = choose_device(CPU, 1).line
         return _cpu_of_world(f"{here}: torch.distributed was initialised with {typed}{idle}")
     if requested == CPU or (requested == "auto" and kind is None):
