@@ -24,8 +24,8 @@ def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp:
         return dp or 1
     if type(world_size) is not int or world_size < 1 or not fits_64_bits(world_size):
         raise UserError(
-            f"a world size of {show(world_size)} must be a whole number of at least 1 that fits "
-            "into 64 bits; the nearest is 1."
+            f"a world size of {show(world_size)} must be a whole number, at least 1 and of 64 "
+            "bits; the nearest is 1."
         )
     replica = tp * pp * cp
     if world_size == replica * (dp or max(1, world_size // replica)):
@@ -60,11 +60,11 @@ def check_given(layout: str, ranks: int | None) -> None:
     """
     if layout != "given":
         raise UserError(
-            f"layout={layout} only works in parallel3d train; elsewhere it must be layout=given, "
-            "and parallel3d plan lists the best layouts."
+            f"layout={layout} only works in parallel3d train, which asks the planner; elsewhere "
+            "it must be layout=given; the nearest is parallel3d plan, which lists the best layouts."
         )
     if ranks is not None:
         raise UserError(
-            f"launch.ranks={ranks} must be left out without layout=auto, because tp, cp, pp and "
-            f"dp then determine the number of ranks; give these instead, such as dp={ranks}."
+            f"launch.ranks={ranks} must be left out without layout=auto: tp, pp and "
+            f"dp say how many ranks there are; the nearest is dp={ranks}."
         )

@@ -268,7 +268,7 @@ def cluster_from_config(config: ClusterConfig, world_size: int | None = None) ->
         nodes = -(-needed // gpus)
     if world_size is not None and nodes * gpus < world_size:
         raise UserError(
-            f"cluster.nodes={nodes} × cluster.gpus_per_node={gpus} are {nodes * gpus} GPUs, but "
+            f"cluster.nodes={nodes} of cluster.gpus_per_node={gpus} have {nodes * gpus} GPUs, but "
             f"{world_size} ranks need one each; the nearest is "
             f"cluster.nodes={-(-world_size // gpus)}."
         )

@@ -677,7 +677,7 @@ ALL_TRAINED = TrainedShares()
 MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
 FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
 
-LESS_FROZEN = ", minus the gradients of frozen parameters"
+LESS_FROZEN = ", less the gradients of what is frozen"
 
 
 def flops_per_token(

@@ -50,12 +50,12 @@ class Tiling:
         for part in plain.split("-"):
             match = re.fullmatch(r"(tp|cp|dp|pp)(\d*)", part)
             if match is None:
-                raise ValueError(f"{part!r} must be tp, cp, dp or pp, with or without a factor")
+                raise ValueError(f"{part!r} is not a dimension, with or without a factor")
             digits.append((match[1], int(match[2]) if match[2] else layout.size(match[1])))
         for dim in DIMENSIONS:
             product = math.prod(n for d, n in digits if d == dim)
             if product != layout.size(dim):
-                raise ValueError(f"its {dim} must multiply to {layout.size(dim)}, not {product}")
+                raise ValueError(f"its {dim} multiplies to {product}, not to {layout.size(dim)}")
         return cls(tuple(digits), snake=plain != text)
 
     def __str__(self) -> str:

@@ -38,8 +38,8 @@ def balance_chunks(
         pp, vpp = assignment.ranks, assignment.chunks
         enough = f"pp={layers // vpp}" if vpp <= layers else f"pp=1 and vpp={layers}"
         raise UserError(
-            f"pp={pp} × vpp={vpp} gives more stages than model.num_layers={layers}, but every "
-            f"stage needs a layer; set {enough} or less."
+            f"pp={pp} × vpp={vpp} stages are more than model.num_layers={layers}, but every stage "
+            f"needs a layer: set {enough} or less."
         )
     unit, last = _whole(cost, last_extra)
     extras = [0] * (stages - 1) + [last]

@@ -81,8 +81,8 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     damaged = sorted({name for _, bad in everyones for name in bad})
     if damaged and not names:
         raise UserError(
-            f"run={run} has only damaged checkpoints, {', '.join(damaged[:3])}"
-            f"{' …' if damaged[3:] else ''} in {run_dir}, and starting over at step 1 could "
+            f"run={run} has only damaged checkpoints ({', '.join(damaged[:3])}"
+            f"{' …' if damaged[3:] else ''} in {run_dir}), and starting over at step 1 could "
             "overwrite them: rename one of them to step-… if it is intact, or choose another run="
         )
     return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
@@ -118,8 +118,8 @@ def _other_text(
     if there[0] != there[1]:
         return (
             f"run={run} cannot resume with another tokenizer: its digest is "
-            f"{plain(there[0][:12])} there, now {there[1][:12]}; leave data.tokenizer to the run, "
-            "or choose another run="
+            f"{plain(there[0][:12])} in the checkpoint, but {there[1][:12]} now; leave "
+            "data.tokenizer out, or choose another run="
         )
     if not reads:
         return None
@@ -127,9 +127,10 @@ def _other_text(
         return _other_blend(manifest, run, seq_length, here["blend"])
     return (
         f"run={run} cannot resume with another text: its fingerprint is "
-        f"{plain(manifest.data['fingerprint'][:12])} there, now {here['fingerprint'][:12]} "
-        f"({manifest.data['train_tokens']} and {here['train_tokens']} tokens to train on); "
-        f"give the data.path of the first start, or choose another run="
+        f"{plain(manifest.data['fingerprint'][:12])} in the checkpoint, but "
+        f"{here['fingerprint'][:12]} now ({manifest.data['train_tokens']} and "
+        f"{here['train_tokens']} tokens to train on); give the data.path of the first start, or "
+        "choose another run="
     )
 
 
@@ -144,9 +145,8 @@ def _other_blend(manifest: Manifest, run: str | None, seq_length: int, here: str
     tokens = samples * seq_length
     return (
         f"run={run} cannot resume with another blend: the weights or the texts of its first "
-        f"{tokens:,} tokens have changed; give the same ones as at the first start, and other "
-        f"ones only from here on, as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another "
-        "run="
+        f"{tokens:,} tokens have changed; restore them, and give new weights or texts only from "
+        f"there on, as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
     )
 
 
@@ -486,7 +486,9 @@ class Checkpoints:
         if problem is not None:
             raise TrainingFailure(f"{damage}, and {folder.name} cannot be set aside ({problem})")
         if self.is_first_rank:
-            self.say(f"{damage}: it is now {aside}, and the previous checkpoint is used")
+            self.say(
+                f"{damage}: the checkpoint is renamed to {aside}, and the previous one is tried"
+            )
 
     def _log_changes(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)

@@ -20,9 +20,9 @@ class StartKeys:
 
     init_from: str | None = key(
         None,
-        "weights of a new run: another run (its newest whole checkpoint; run@500 for that of step "
-        "500), the folder of a run or of a checkpoint, or a Hugging Face folder; model "
-        "and tokenizer are taken from there too",
+        "source of a new run's weights, model and tokenizer: another run (its newest intact "
+        "checkpoint; run@500 for the one of step 500), the folder of a run or of a checkpoint, or "
+        "a Hugging Face folder",
         holds=Path,
         resume=REFUSED,
         tried=("old",),
@@ -49,7 +49,7 @@ class CheckpointConfig:
     keep: int = key(3, "number of newest checkpoints to keep; older ones are removed", minimum=1)
     keep_every: int | None = key(
         None,
-        "keep checkpoints of steps that are multiples of this for good",
+        "never remove checkpoints of steps that are multiples of this",
         minimum=1,
     )
     async_save: bool = key(
@@ -66,7 +66,8 @@ class CheckpointConfig:
 CONFLICTS = (
     Conflict(
         {"init_optimizer": Is(True), "init_from": Is(None)},
-        "{init_optimizer} loads the optimizer's state of init_from=RUN, which is not given",
+        "{init_optimizer} loads the optimizer's state from init_from=RUN, but init_from is not "
+        "given",
         (("init_optimizer", False),),
     ),
 )

@@ -217,13 +217,13 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _parsed(parse_json(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(
-            f"{folder.name} has no valid manifest of parallel3d ({error!r})"
+            f"{folder.name} has no valid manifest written by parallel3d ({error!r})"
         ) from error
     expected = {file.name for file in manifest.files} | {path.name}
     if missing := sorted(expected - names):
         raise IncompleteCheckpoint(f"{folder.name} lacks {', '.join(missing[:3])}")
     if more := sorted(names - expected):
-        raise DamagedCheckpoint(f"{folder.name} holds {', '.join(more[:3])}, which was not saved")
+        raise DamagedCheckpoint(f"{folder.name} holds unexpected files: {', '.join(more[:3])}")
     if folder.name != step_folder(manifest.step):
         raise DamagedCheckpoint(f"{folder.name} holds the checkpoint of step {manifest.step}")
     for file in manifest.files:
@@ -244,7 +244,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         raise ValueError("its format is not that of a checkpoint")
     version = content.pop("version")
     if version != VERSION:
-        raise ValueError(f"version {version}, but this parallel3d reads {VERSION}")
+        raise ValueError(f"its version is {version}, but this parallel3d reads version {VERSION}")
     files = tuple(FileDigest(**file) for file in content.pop("files"))
     manifest = Manifest(**content | {"files": files, "lines": tuple(content.get("lines", ()))})
     progress = manifest.progress
@@ -339,7 +339,7 @@ def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | 
         raise TrainingFailure(
             f"on rank {rank}, host {host}: {why}, after {len(PAUSES_S) + 1} tries in "
             f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system works again, "
-            "the same command resumes"
+            "run the same command to resume"
         )
     return (None, wrong[0]) if wrong else (result, None)
 

@@ -105,8 +105,8 @@ class Lease:
                 "of this run is active"
             ]
         return [
-            f"{self.run_dir} is on a file system without locks: if the start of {_who(before)} "
-            "is still running, it ends at its next save"
+            f"{self.run_dir} is on a file system without locks: if the earlier start, at "
+            f"{_who(before)}, is still running, that start ends at its next save"
         ]
 
     def lost_to(self) -> str | None:
@@ -117,7 +117,7 @@ class Lease:
         """
         current = None if self.tried and not self.taken else self._current()
         if current is not None and current.get("session") != self.session:
-            return f"{self.run_dir} was taken over by the start of {_who(current)}"
+            return f"{self.run_dir} was taken over by another start, at {_who(current)}"
         self.take()
         return None
 
@@ -192,7 +192,7 @@ def describe_newest(run_dir: Path) -> str:
         old = list_checkpoints(run_dir)
     except OSError as error:
         return f"the other checkpoints cannot be listed ({reason(error)})"
-    return f"{old[0].name} stays the newest" if old else "there is none yet"
+    return f"{old[0].name} remains the newest" if old else "there is no checkpoint yet"
 
 
 def set_aside(folder: Path) -> Path:

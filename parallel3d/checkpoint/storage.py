@@ -215,7 +215,7 @@ class StoredChunk:
             raise DamagedCheckpoint(f"{file} is no longer a regular file ({error})") from error
         if done < len(view) or hashlib.sha256(view).hexdigest() != self.digest:
             what = f"{self.name} at {self.chunk.offsets}"
-            raise DamagedCheckpoint(f"{file} {what} is not what was written")
+            raise DamagedCheckpoint(f"{file}: {what} is not what was written")
         flat = torch.frombuffer(buffer, dtype=self.dtype, count=self.chunk.elements)
         return flat.view(self.chunk.sizes)
 
@@ -241,7 +241,7 @@ def _chunks_in(path: Path, expected: FileDigest) -> list[StoredChunk]:
         return list(_parsed(bytes(header), path, expected.size))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedCheckpoint(
-            f"{file} is not a checkpoint file of parallel3d ({error!r})"
+            f"{file} is not a checkpoint file written by parallel3d ({error!r})"
         ) from error
 
 

@@ -109,8 +109,8 @@ class ProcessGroups:
         """
         if self.maker is None:
             raise UserError(
-                "groups.mesh must have a world of torch.distributed; use the groups that init "
-                "returns instead of ProcessGroups.single()"
+                "groups.mesh must have a world of torch.distributed; give the groups of init "
+                "instead of ProcessGroups.single()"
             )
         dims = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
         if self.layout.cp == 1:

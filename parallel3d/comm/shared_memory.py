@@ -375,8 +375,8 @@ class SharedCollectives:
             self.memory.wait(peer)
             if (theirs := self.sizes[peer * SLOTS + turn]) != mine:
                 raise RuntimeError(
-                    f"member {peer} of the group passed {theirs} bytes to a collective, "
-                    f"but this rank passed {mine}"
+                    f"member {peer} of the group brought {theirs} bytes to a collective, "
+                    f"but this rank {mine}"
                 )
 
 

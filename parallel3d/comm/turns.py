@@ -50,7 +50,7 @@ class Turns:
         """
         with self._changed:
             if self._failed is not None:
-                raise OtherFailed("the other micro-batch has failed") from self._failed
+                raise OtherFailed("the micro-batch beside this one has failed") from self._failed
             if len(self._running) < 2:
                 return
             mine = self._turn
@@ -58,7 +58,7 @@ class Turns:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._turn == mine)
             if self._failed is not None:
-                raise OtherFailed("the other micro-batch has failed") from self._failed
+                raise OtherFailed("the micro-batch beside this one has failed") from self._failed
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Lets both computations take turns; the forward begins, in a second thread.

@@ -27,9 +27,8 @@ class ContextParallelConfig:
     )
     balance: bool = key(
         True,
-        "with data.document_mask: where documents make the usual split of attention uneven, give "
-        "each rank equally many blocks of a sequence, chosen by their work; style=heads is always "
-        "even",
+        "with data.document_mask: where documents make the usual split of attention uneven, choose "
+        "equally many blocks of a sequence for each rank by their work; style=heads is always even",
     )
 
 

@@ -130,8 +130,8 @@ def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> N
             if other is not None and (as_views or other.as_views):
                 raise ValueError(
                     f"parameter {name} is already in another DistributedDataParallel, which is "
-                    "not allowed if either has gradient_as_bucket_view=True; give False for both, "
-                    "or delete the other wrapper first"
+                    "not allowed if either has gradient_as_bucket_view=True; the nearest is False "
+                    "for both, or delete the other first"
                 )
 
 
@@ -293,7 +293,7 @@ class GradientAverager:
         elif self.static:
             self.errors.found(
                 f"static_graph=True, but {self.names[number]} got more gradients in this backward "
-                f"than in the first one ({self.expected[number]})"
+                f"than the {self.expected[number]} of the first one"
             )
         else:
             self.errors.found(
@@ -363,8 +363,8 @@ class GradientAverager:
                 if left > 0:
                     self.errors.found(
                         f"static_graph=True, but {self.names[number]} got "
-                        f"{self.expected[number] - left} gradients in this backward, not "
-                        f"{self.expected[number]} as in the first one"
+                        f"{self.expected[number] - left} gradients in this backward, not the "
+                        f"{self.expected[number]} of the first one"
                     )
 
     def _hand_out(self) -> None:

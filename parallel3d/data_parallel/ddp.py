@@ -247,7 +247,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if trained and parameter not in self.numbers:
                 raise RuntimeError(
                     f"{name} was frozen when the module was wrapped, or was added or replaced "
-                    "since, so its gradient would not be averaged over ranks; wrap the module again"
+                    "since, so its gradient would be this rank's alone; wrap the module again"
                 )
 
     def _after_forward(self, averager: GradientAverager, output: Any) -> None:
@@ -500,7 +500,7 @@ def _warn_of_deprecated(
     if check_reduction:
         warnings.warn("check_reduction is deprecated and ignored", FutureWarning, stacklevel=3)
     if broadcast_buffers is not None:
-        sentence = "give forward_sync_buffers, with which init_sync always sends buffers too"
+        sentence = "give forward_sync_buffers, with which init_sync always sends buffers, too"
         if forward_sync_buffers is not None:
             sentence = "only forward_sync_buffers counts"
         sentence = f"broadcast_buffers is deprecated: {sentence}"
@@ -511,8 +511,8 @@ def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
     for cap in bucket_cap_mb_list or ():
         if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
             raise ValueError(
-                f"bucket_cap_mb_list={bucket_cap_mb_list!r} must hold sizes in MiB, each at least "
-                f"0; {cap!r} is not a valid size"
+                f"bucket_cap_mb_list={bucket_cap_mb_list!r} must hold numbers of MiB, none below "
+                f"0; {cap!r} is not one"
             )
 
 
@@ -571,8 +571,7 @@ def verify_params_across_ranks(
         for a, b in zip_longest(first, theirs, fillvalue="nothing more"):
             if a != b:
                 raise ValueError(
-                    f"the ranks' modules differ: rank {group.ranks[0]} has {a}, but rank {rank} "
-                    f"has {b}"
+                    f"the ranks' modules differ: rank {group.ranks[0]} has {a}, rank {rank} has {b}"
                 )
 
 
@@ -581,8 +580,8 @@ def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         if steps_in_backward(parameter):
             raise ValueError(
                 f"parameter {name} has an optimizer that steps in the backward "
-                "(_apply_optimizer_in_backward), before gradients are averaged; step it after the "
-                "backward instead"
+                "(_apply_optimizer_in_backward), with this rank's gradient alone; step it after "
+                "the backward instead"
             )
 
 

@@ -321,8 +321,8 @@ class BucketedDataParallel:
         left = self.reducer.arrived(number)
         if left < 0:
             raise RuntimeError(
-                f"parameter {self.names[number]} got more gradients than the number of times that "
-                "the forward uses it"
+                f"{self.names[number]} got more gradients than the forward has uses of this "
+                "parameter"
             )
         if self.observer is not None:
             name = self.names[number]

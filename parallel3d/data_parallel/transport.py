@@ -242,8 +242,8 @@ class BackendTransport:
                 continue
             shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
             self.fault = (
-                f"the communication hook returned {shape} for bucket {index}, but must return "
-                f"a tensor of shape {tuple(buffer.shape)}"
+                f"the communication hook returned {shape} for bucket {index}, which must stay a "
+                f"tensor of {tuple(buffer.shape)}"
             )
             yield buffer
         if self.hook is None:
@@ -348,7 +348,7 @@ class SharedTransport:
         for peer in self.peers:
             if (theirs := self.stamps[peer, index]) != self.step:
                 raise RuntimeError(
-                    f"member {peer} of the group wrote bucket {index} in its backward number "
+                    f"member {peer} of the group brought bucket {index} of its backward number "
                     f"{theirs}, but this rank is in its backward number {self.step}"
                 )
 

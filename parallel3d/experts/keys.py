@@ -55,7 +55,7 @@ class ExpertKeys:
     )
     router_top_groups: int = key(1, "groups of experts that each token may use", minimum=1)
     dense_layers: list[int] = key(
-        [], "layers with an ordinary MLP in place of experts, such as [0,1,2], counted from 0"
+        [], "layers with an ordinary MLP in place of experts, as [0,1,2], counted from 0"
     )
 
     def has_experts(self, layer: int) -> bool:
@@ -163,7 +163,7 @@ CONFLICTS = (
     ),
     Conflict(
         {"moe.overlap": Is(True), "model.tie_embeddings": Is(True)},
-        "{moe.overlap} would add two gradients to one table at the same time, because "
+        "{moe.overlap} would add two gradients to one table at the same time, as "
         "{model.tie_embeddings} makes embedding and head share it",
         (("moe.overlap", False), ("model.tie_embeddings", False)),
     ),

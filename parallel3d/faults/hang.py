@@ -389,7 +389,7 @@ def _elsewhere(states: Mapping[int, RankState]) -> Diagnosis | None:
 def _unknown(states: Mapping[int, RankState], state: RankState) -> Diagnosis:
     sentence = f"{state.who} {state.doing()} in {state.phase} for {state.waited_s:.0f} s"
     if (wanted := state.stuck) is not None:
-        whom = f"rank {wanted.peer} is" if wanted.peer is not None else "all its ranks are"
+        whom = f"rank {wanted.peer} is" if wanted.peer is not None else "all ranks of its group are"
         sentence += f"; {whom} in it too: a device or the network between them is stuck"
     elif all(s.is_waiting for s in states.values()):
         sentence += f"; all {len(states)} ranks wait"

@@ -71,8 +71,9 @@ class Health:
             raise TrainingFailure(why)
         if not self.checkpoints.saved_step > 0 or self.rollbacks >= config.recovery.max_restarts:
             none = "there is no checkpoint to go back to"
-            many = f"the run went back {self.rollbacks} times already"
-            raise TrainingFailure(f"{why}; {many if self.rollbacks else none}")
+            many = f"recovery.max_restarts={config.recovery.max_restarts} allows no more rollbacks"
+            has_checkpoint = self.checkpoints.saved_step > 0
+            raise TrainingFailure(f"{why}; {many if has_checkpoint else none}")
         self.rollbacks += 1
         self.skipped = 0
         steps = trainer.steps_done
@@ -142,9 +143,11 @@ class Health:
         odd = [rank for rank, v in zip(group.ranks, values, strict=True) if v != usual]
         if 2 * copies > len(values):
             ranks = ", ".join(who(layout, rank) for rank in odd[:3])
-            return f"{ranks} drifted: {name} differs from the other replicas of {group.name}"
+            return (
+                f"{ranks} drifted: {name} differs from its replicas on other ranks of {group.name}"
+            )
         ranks = " and ".join(who(layout, rank) for rank in (group.ranks[0], odd[0]))
-        return f"{ranks} drifted apart: they hold different {name}, replicated over {group.name}"
+        return f"{ranks} drifted apart: {name}, which is replicated over {group.name}, differs"
 
 
 def bit_sum(parameter: Tensor) -> Tensor:
@@ -181,7 +184,9 @@ def first_bad_gradient(trainer: Trainer) -> str:
         parameter = trainer.parameters[order[bad[0]]]
         pieces = spec_of(parameter).shards
         name = pieces[0].name if pieces else order[bad[0]]
-        state = "" if bool(parameter.isfinite().all()) else ", which is itself not finite"
+        state = (
+            "" if bool(parameter.isfinite().all()) else ", and this parameter is not finite either"
+        )
         place = who(groups.layout, groups.rank)
         # The minimum is taken by stage, then by position in the stage, then by rank.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
@@ -189,4 +194,4 @@ def first_bad_gradient(trainer: Trainer) -> str:
     known = [entry for entry in of_ranks if entry is not None]
     if not known:
         return "no gradient is bad now: only the loss is not finite"
-    return f"the first bad gradient in the model's order is of {min(known)[3]}"
+    return f"the first bad gradient in the model's order is that of {min(known)[3]}"

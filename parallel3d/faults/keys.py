@@ -18,8 +18,9 @@ class RecoveryConfig:
     RESUME: ClassVar[str] = FREE
     max_restarts: int = key(
         3,
-        "how often the local ranks are restarted from the newest good checkpoint after one of them "
-        "died (without a checkpoint the run ends), and how often `after_skipped` rolls back",
+        "how often the local ranks may restart from the newest good checkpoint after one of them "
+        "died (without a checkpoint, the run ends), and how often after_skipped=rollback may roll "
+        "back",
         minimum=0,
     )
     max_skipped: int = key(
@@ -30,15 +31,15 @@ class RecoveryConfig:
     )
     after_skipped: str = key(
         "stop",
-        "after too many skipped steps: stop, naming the first bad parameter, or roll back to the "
+        "after too many skipped steps, stop and name the first bad parameter, or roll back to the "
         "newest checkpoint and skip the samples in between",
         choices=("stop", "rollback"),
     )
     watchdog_s: float | None = key(
         None,
-        "seconds without progress after which a hang is reported and the job ended; null: nine "
-        "tenths of launch.timeout_s, before a collective's own time-out. GPUs need at least 120, "
-        "as they compile a kernel for each new shape",
+        "seconds without progress after which a hang is reported and the job ends; null: 0.9 × "
+        "launch.timeout_s, so that it precedes a collective's own time-out. GPUs need at least "
+        "120, because a kernel is compiled for each new shape",
         above=0,
     )
     spike_factor: float = key(
@@ -48,7 +49,7 @@ class RecoveryConfig:
     )
     drift_every: int = key(
         100,
-        "steps between comparisons of the replicas' parameters by a hash; 0: never",
+        "steps between checks, by a hash, that replicas have equal parameters; 0: never",
         minimum=0,
     )
 
@@ -58,5 +59,5 @@ class PreflightKeys:
     """Key that enables a check of all groups before the first step."""
 
     preflight: bool = key(
-        False, "probe every group before step 1 and name what is slow", resume=FREE
+        False, "probe every group before step 1 and report slow ranks and links", resume=FREE
     )

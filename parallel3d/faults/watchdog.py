@@ -353,7 +353,7 @@ class Watchdog:
         if self.worker.local_rank != int(is_here):
             time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile, the first rank logs the hang
             return None, here
-        why += ", and the store that it holds does not answer"
+        why += ", and the store that it hosts does not answer"
         return hang.diagnose({state.rank: state}, {0: (who, why)}), here
 
     def _store_answers(self) -> bool:

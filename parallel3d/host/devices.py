@@ -172,10 +172,10 @@ def shared_gpu(of_ranks: Sequence[tuple[str, str]]) -> str | None:
     for rank, (host, gpu) in enumerate(of_ranks):
         if gpu and (other := first.setdefault(gpu, rank)) != rank:
             return (
-                f"ranks {other} and {rank} of host {host} compute on one GPU ({gpu}): start at "
-                "most as many ranks on a host as it has GPUs, show each its own (or all of them), "
-                f"or set {SHARED_GPUS}=1, with which NCCL lets ranks share one; device=cpu "
-                "computes on the CPU"
+                f"ranks {other} and {rank} of host {host} use the same GPU ({gpu}): start no more "
+                "ranks on a host than it has GPUs, and show each rank its own GPU or all of them; "
+                f"otherwise set {SHARED_GPUS}=1, which makes NCCL let ranks share a GPU, or give "
+                "device=cpu"
             )
     return None
 
@@ -199,8 +199,8 @@ def check_numerics(kind: str, precision: str, environ: Mapping[str, str]) -> Non
     wins = value and precision in ("fp32", "tf32") and precision != other
     if wins and kind == CUDA and is_nvidia_build():
         raise UserError(
-            f"{TF32}={value} makes cuBLAS compute in {other}, whatever a program asks for, but "
-            f"precision={precision}; unset it, or give precision={other}"
+            f"{TF32}={value} makes cuBLAS compute in {other} in spite of precision={precision}; "
+            f"unset it, or give precision={other}"
         )
 
 

@@ -163,11 +163,14 @@ BROKEN = "nvidia-smi or dmesg may say more; reset the GPU, or restart the host"
 CODES = {
     2: (
         "OUT_OF_MEMORY",
-        "its memory is full: end the other processes there (nvidia-smi lists them)",
+        "a GPU's memory is full: end other processes on it (nvidia-smi lists them)",
     ),
     3: ("NOT_INITIALIZED", "restart this process"),
-    34: ("STUB_LIBRARY", "take the folder cuda/lib64/stubs out of LD_LIBRARY_PATH"),
-    46: ("DEVICE_UNAVAILABLE", "another process has it exclusively (nvidia-smi -q -d COMPUTE)"),
+    34: ("STUB_LIBRARY", "remove the folder cuda/lib64/stubs from LD_LIBRARY_PATH"),
+    46: (
+        "DEVICE_UNAVAILABLE",
+        "another process has exclusive use of a GPU (nvidia-smi -q -d COMPUTE)",
+    ),
     101: ("INVALID_DEVICE", "check CUDA_VISIBLE_DEVICES"),
     201: ("INVALID_CONTEXT", BROKEN),
     214: ("ECC_UNCORRECTABLE", BROKEN),
@@ -181,7 +184,7 @@ CODES = {
     ),
     804: (
         "COMPAT_NOT_SUPPORTED_ON_DEVICE",
-        "the library for forward compatibility is not for this GPU: take cuda/compat out of "
+        "the library for forward compatibility does not support this GPU: remove cuda/compat from "
         "LD_LIBRARY_PATH",
     ),
     805: ("MPS_CONNECTION_FAILED", "start MPS (nvidia-cuda-mps-control -d), or unset CUDA_MPS_*"),
@@ -320,7 +323,7 @@ def in_subprocess(ask: Callable[[], Answer]) -> Answer:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if not text:
         how = f"{signal.Signals(-code).name}" if code < 0 else f"code {code}"
-        return Answer(error=f"the process that asked for GPUs ended by {how}")
+        return Answer(error=f"the process that asked for GPUs ended with {how}")
     gpus, number, said = json.loads(text)
     return Answer(tuple(Gpu(*gpu) for gpu in gpus), number, said)
 
@@ -360,8 +363,9 @@ def _contradicting(environ: Mapping[str, str]) -> str:
     name = MASKS[1] if hip is not None else MASKS[0]
     if rocr is not None and inner is not None and max(inner, default=0) >= len(rocr) > 0:
         return (
-            f"ROCR_VISIBLE_DEVICES={environ['ROCR_VISIBLE_DEVICES']} leaves GPUs 0 to "
-            f"{len(rocr) - 1}, but {name}={environ[name]} names others: unset {name}"
+            f"ROCR_VISIBLE_DEVICES={environ['ROCR_VISIBLE_DEVICES']} leaves "
+            f"{count(len(rocr), 'GPU')}, numbered from 0, but {name}={environ[name]} names others: "
+            f"unset {name}"
         )
     return ""
 

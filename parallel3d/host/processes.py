@@ -60,11 +60,11 @@ def state_letter(pid: int, born: int) -> str:
 def why_silent(process: dict[str, Any]) -> str:
     """Explains why a rank's process, given as {pid, born, host}, does not respond."""
     if process["host"] != socket.gethostname():
-        return "gives no answer: its process or its host is stopped or gone"
+        return "does not answer: its process or its host is stopped or gone"
     letter = state_letter(process["pid"], process["born"])
     if letter in ("T", "t"):
         return "is stopped (SIGSTOP)"
-    return "is gone" if letter == "" else f"gives no answer (its process is in state {letter})"
+    return "is gone" if letter == "" else f"does not answer (its process is in state {letter})"
 
 
 def die_with_parent() -> None:

@@ -85,7 +85,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
-            "clipped; give error_if_nonfinite=False to scale them by it nevertheless"
+            "clipped; error_if_nonfinite=False scales them by it nevertheless"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -101,9 +101,9 @@ def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[T
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and not has_groups and dist.is_initialized() and dist.get_world_size() > 1:
         raise UserError(
-            f"clip_grad_norm_ got no parameters on rank {dist.get_rank()}, so it cannot tell in "
-            "which groups other ranks wait for this rank; for a stage without parameters give "
-            "groups=groups.pp, and if you pass an iterator, pass a fresh one in each call"
+            f"clip_grad_norm_ got no parameter on rank {dist.get_rank()}, but must know the groups "
+            "of the others, which wait for it; give groups=groups.pp for a stage without "
+            "parameters, and a new list or iterator in each call"
         )
     for parameter in listed:
         if state_of(parameter).main_grad is not None:
@@ -264,16 +264,16 @@ class _Norm:
         differ, equal = torch.stack((self.wrong[0] > noise * total, self.wrong[1] > 0)).tolist()
         if differ:
             raise UserError(
-                "clip_grad_norm_ got parameters that every rank holds, but their gradients, which "
-                "must be equal, differ between ranks; call sum_gradients_over for modules between "
-                "two tensor-parallel layers, or give groups= for parameters that differ from rank "
-                "to rank"
+                "clip_grad_norm_ got parameters that every rank holds, whose gradients must be "
+                "equal on all ranks and differ; call sum_gradients_over for modules between two "
+                "tensor-parallel layers, or give groups= for parameters that differ from rank to "
+                "rank"
             )
         if equal:
             raise UserError(
                 "clip_grad_norm_(groups=…) must be groups over which all parameters are split, "
-                "but in one of them the gradients are equal on all ranks; leave out groups= for "
-                "data parallelism and for the layers and pipelines of parallel3d"
+                "but one of them has equal gradients on all of its ranks; give no groups= for data "
+                "parallelism and for the layers and pipelines of parallel3d"
             )
 
 
@@ -317,15 +317,14 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         raise UserError(
-            "sum_gradients_over got a module without a parameter that requires a gradient; pass "
-            "the module between the column-parallel and the row-parallel layer"
+            "sum_gradients_over(module) must have a parameter that requires a gradient; name the "
+            "module between the two layers"
         )
     for name, parameter in named:
         if id(parameter) in split:
             raise UserError(
                 f"sum_gradients_over: {name} belongs to a tensor-parallel layer, whose gradient is "
-                "already whole; pass only the modules between the column-parallel and the "
-                "row-parallel layer"
+                "whole already; name the modules between the two layers alone"
             )
         if hasattr(parameter, "placements"):
             raise UserError(
@@ -335,8 +334,8 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
             )
         if any(isinstance(hook, _Sum) for hook in (backward_hooks(parameter) or {}).values()):
             raise UserError(
-                f"sum_gradients_over: the gradient of {name} is already summed over a group; call "
-                "sum_gradients_over only once for each module"
+                f"sum_gradients_over: {name} is summed over a group already; call it once for each "
+                "module"
             )
     if ranks.size > 1:
         for _, parameter in named:
@@ -378,7 +377,7 @@ def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: floa
         if theirs:
             raise RuntimeError(
                 f"parameter {theirs[0]} differs by {theirs[1]:.3g} between ranks {ranks.ranks[0]} "
-                f"and {rank}, which must hold equal values; if it lies between a "
+                f"and {rank}, which must hold the same; if it lies between a "
                 "ColumnParallelLinear and a RowParallelLinear, call sum_gradients_over for it"
             )
 

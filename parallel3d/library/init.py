@@ -146,8 +146,8 @@ def _check_devices(store: dist.Store, place: RankAssignment, device: torch.devic
         for rank, (host, kind, _) in enumerate(found):
             if kind != device.type:
                 raise UserError(
-                    f"rank 0 computes on {device.type}, but rank {rank} on host {host} "
-                    f"would compute on {kind}; give device='cpu' or device='cuda'"
+                    f"rank 0 computes on {device.type}, rank {rank} on host {host} would on "
+                    f"{kind}; give device='cpu' or device='cuda'"
                 )
         if shared := shared_gpu([(host, gpu) for host, _, gpu in found]):
             raise UserError(shared)
@@ -169,7 +169,7 @@ def _device_in_world(requested: str) -> torch.device:
     world, kind = dist.get_backend_config(), accelerator_of_world()
     typed = dist.get_backend()
     if requested == "auto" and kind is None and typed in HOST_BACKENDS:
-        idle = f" (unused GPUs: {count})" if (count := len(find(os.environ).gpus)) else ""
+        idle = f", and {count} GPUs are not used" if (count := len(find(os.environ).gpus)) else ""
         here = choose_device(CPU, 1).line
         return _cpu_of_world(f"{here}: torch.distributed was initialised with {typed}{idle}")
     if requested == CPU or (requested == "auto" and kind is None):
@@ -179,9 +179,9 @@ def _device_in_world(requested: str) -> torch.device:
         requested = choice.kind
     if kind is None or requested not in ("auto", kind.type):
         raise UserError(
-            f"init(device={requested!r}) must be a device for which torch.distributed has a "
-            f"backend in this process, but it was initialised with {world}; call p3d.init in place "
-            "of init_process_group, or name the backend there, as in 'cpu:gloo,cuda:nccl'"
+            f"init(device={requested!r}), but torch.distributed was initialised with {world}, in "
+            "which this process has no backend for it; call p3d.init in place of "
+            "init_process_group, or name the backend there, as in 'cpu:gloo,cuda:nccl'"
         )
     if kind.type == CUDA:
         _tell(choose_device(CUDA, _local_ranks(), launched=True).line)
@@ -249,9 +249,9 @@ def _layout(world: int, sizes: dict[str, int | None], order: str) -> Layout:
             )
         if left % size:
             fit = closest(size, functools.partial(_divides, left), left)
-            more = "" if left == world else f" / {world // left} = {left}"
+            more = "" if left == world else f" of each of {world // left} parts"
             raise UserError(
-                f"init({key}={size}) must divide the world's {world} ranks{more}; the nearest is "
+                f"init({key}={size}) must divide the world's {left} ranks{more}; the nearest is "
                 f"{key}={fit}"
             )
         left //= size

@@ -128,8 +128,8 @@ class Pipeline(nn.Module):
         self.numbers: dict[str, int] = {}
         if self.dp.size > 1 and next(fully_sharded(modules), None) is not None:
             raise UserError(
-                "Pipeline(dp=…) must not get modules under fully_shard, which already averages "
-                "their gradients; leave dp out, or give modules without fully_shard"
+                "Pipeline(dp=…) must be without modules under fully_shard, which averages their "
+                "gradients already; give no dp, or modules without fully_shard"
             )
         self._mark()
         if self.dp.size > 1:  # every replica starts with the first one's values
@@ -296,8 +296,8 @@ class Pipeline(nn.Module):
                     weights = weights_of(self.weight, ys)
             elif self.is_last and self.weight is not None and trains:
                 raise UserError(
-                    "Pipeline(weight=…) must have a loss_fn as well, whose targets it reads; "
-                    "without loss_fn all micro-batches have the same weight, so leave weight out"
+                    "Pipeline(weight=…) reads the targets of loss_fn, which must be given with it; "
+                    "without loss_fn all micro-batches have the same weight"
                 )
         except UserError as error:
             self.executor.failure = StageFailure("the batch", error)
@@ -328,8 +328,8 @@ class Pipeline(nn.Module):
         total = float(everyone)
         if not total and self.executor.failure is None:
             error = UserError(
-                "Pipeline(weight=…) is 0 for all micro-batches, but must be above 0 for at least "
-                "one; skip this batch, from which nothing would be learned"
+                "Pipeline(weight=…) is 0 for all micro-batches, but must be above 0 for one of "
+                "them: nothing of this batch would be learned; leave the batch out"
             )
             self.executor.failure = StageFailure("the batch", error)
         if not own or not total:
@@ -351,7 +351,7 @@ class Pipeline(nn.Module):
                         made = StageOutputs.of(self.stages[chunk].run(values), number)
                     facts = made.shapes, str(made.dtype)
                 except Exception as error:
-                    where = f"stage {number} in a trial run for its output shapes"
+                    where = f"stage {number} in a first look at its shapes"
                     self.executor.failure = StageFailure(where, error)
             facts = all_gather_json(facts, self.group.handle, self.device)[rank]
             if facts is None:
@@ -467,9 +467,8 @@ def stages_of(
             raise UserError(f"module {i} of the pipeline must be an nn.Module, not {module!r}")
     if count < stages:
         raise UserError(
-            f"the pipeline has {count} modules, but must have at least one for each of its "
-            f"{stages} stages ({assignment.ranks} ranks × {assignment.chunks}); give more and "
-            "smaller modules, or use fewer ranks"
+            f"the pipeline's {count} modules must be at least as many as its {stages} stages "
+            f"({assignment.ranks} ranks × {assignment.chunks}): cut them finer, or use fewer ranks"
         )
     fair = even_split(count, assignment)
     counts = fair if split is None else list(split)
@@ -510,7 +509,7 @@ def refuse_sharing(
                 if first != rank:
                     raise UserError(
                         f"{i}.{name} is the same parameter as {known}, but lies on another rank "
-                        "of the pipeline; modules that share a parameter must lie on the same rank"
+                        "of the pipeline: a shared parameter must lie on one"
                     )
 
 
@@ -598,8 +597,8 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
     for number, part in enumerate(parts):
         if shapes_of(part) != first:
             raise UserError(
-                f"micro-batch {number} of {what} has {shapes_of(part)}, but must have {first} "
-                "like micro-batch 0: the shapes of a pipeline are fixed"
+                f"micro-batch {number} of {what} has {shapes_of(part)}, but must have {first} as "
+                "micro-batch 0 has: the shapes of a pipeline are fixed"
             )
     return parts
 
@@ -646,9 +645,9 @@ def refuse_class_weights(loss_fn: LossFn | None) -> None:
     by_class = isinstance(function, MEANS_BY_CLASS) or function in (F.cross_entropy, F.nll_loss)
     if by_class and named.get("weight") is not None and named.get("reduction", "mean") == "mean":
         raise UserError(
-            "the loss_fn of a Pipeline has class weights, so the mean of the micro-batches' losses "
-            "is not the batch's loss; also give "
-            "Pipeline(weight=lambda targets: class_weights[targets].sum())"
+            "the loss_fn of a Pipeline has class weights, so each micro-batch is divided by its "
+            "own sum of them, and the mean of these means is not the batch's mean; give "
+            "Pipeline(weight=lambda targets: class_weights[targets].sum()) too"
         )
 
 
@@ -675,9 +674,10 @@ def refuse_uneven(
             counts += ", …"
         raise UserError(
             f"targets hold {ignored}, which the loss leaves out, {counts} times in the "
-            "micro-batches, so the mean of the micro-batches' losses is not the batch's loss; give "
+            "micro-batches, so each is divided by its own number of targets, and the mean of these "
+            "means is not the batch's mean; give "
             f"Pipeline(weight=lambda targets: (targets != {ignored}).sum()), or "
-            "weight=lambda *targets: 1 if loss_fn always divides by the same number"
+            "weight=lambda *targets: 1 where loss_fn divides by the same number each time"
         )
 
 

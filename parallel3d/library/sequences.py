@@ -75,9 +75,8 @@ class SplitSequences:
         """
         if tuple(x.shape[:2]) != (self.batch, self.length):
             raise UserError(
-                f"take(x) got an x of shape {list(x.shape)}, but must have shape "
-                f"[{self.batch}, {self.length}, …], as SplitSequences(lengths=…) says; give x "
-                "before it is split"
+                f"take(x) of shape {list(x.shape)} must begin with {self.batch} sequences of "
+                f"{self.length} tokens, as the lengths say; give it before it is split"
             )
         if self._tokens is None:
             return x
@@ -114,8 +113,8 @@ def _starts(lengths: Sequence[Sequence[int]]) -> np.ndarray:
     totals = sorted({sum(row) for row in whole})
     if len(totals) > 1:
         raise UserError(
-            "SplitSequences(lengths=…) must describe sequences of equal length, not of "
-            f"{totals[0]} and {totals[-1]} tokens; give the shorter one's padding as a document"
+            f"SplitSequences(lengths=…) must be of sequences of equal length, not of {totals[0]} "
+            f"and {totals[-1]} tokens; give the padding of the shorter one as a document"
         )
     edges = [np.cumsum([0, *row]) for row in whole]
     return np.stack([np.repeat(e[:-1], np.diff(e)) for e in edges]).astype(np.int32)
@@ -159,9 +158,9 @@ def context_parallel_attention(
     ranks = group_of(group)
     if ranks.ranks != documents.group.ranks:
         raise UserError(
-            f"context_parallel_attention(group=…) has ranks {list(ranks.ranks)}, but must be the "
-            f"group over which SplitSequences splits, with ranks {list(documents.group.ranks)}; "
-            "give groups.cp to both"
+            f"context_parallel_attention(group=…) of ranks {list(ranks.ranks)} must be the group "
+            f"over which the sequences are split, of ranks {list(documents.group.ranks)}; give "
+            "both groups.cp"
         )
     _check_shapes(q, k, v, documents)
     if style == "heads":
@@ -181,9 +180,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, split: SplitSequences) -> Non
             )
     if k.shape != v.shape or q.shape[1] % k.shape[1]:
         raise UserError(
-            f"context_parallel_attention(k, v) of shapes {list(k.shape)} and {list(v.shape)} must "
-            f"have equal shapes, whose number of heads divides the {q.shape[1]} of q; the nearest "
-            f"is k and v of {q.shape[1]} heads"
+            f"context_parallel_attention(k, v) of {k.shape[1]} and {v.shape[1]} heads must have as "
+            f"many heads each, which divide the {q.shape[1]} of q; the nearest is k and v of "
+            f"{q.shape[1]} heads"
         )
 
 
@@ -191,7 +190,7 @@ def _check_heads(heads: int, kv_heads: int, group: Group) -> None:
     size = group.size
     if not splits_heads(heads, kv_heads, size):
         raise UserError(
-            f"context_parallel_attention(style='heads') cannot split {heads} query heads and "
-            f"{kv_heads} key-value heads over {size} ranks, which must divide both (or be a "
-            "multiple of the latter); the nearest is style='gather', for any number of heads"
+            f"context_parallel_attention(style='heads') over {size} ranks must divide {heads} "
+            f"query heads and {kv_heads} key-value heads (or be divided by these); the nearest is "
+            "style='gather', for any number of heads"
         )

@@ -169,7 +169,7 @@ def _to_save(
     """Returns this rank's chunks, named kind/name, and the optimizer's other state as JSON."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(
-            f"save(step={step!r}) must be a whole number from 0 on; give the number of steps done"
+            f"save(step={step!r}) must be a whole number from 0 on; give the steps done"
         )
     _check_json("save(extra=…)", extra)
     tensors: dict[str, Tensor] = {}
@@ -185,7 +185,7 @@ def _to_save(
         return _held(tensors), facts
     for group in optimizer.param_groups:
         kept = {key: _plain(v) for key, v in group.items() if key not in IMPLEMENTATION}
-        _check_json("save(optimizer=…): the parameter groups", kept)
+        _check_json("save(optimizer=…): its parameter groups", kept)
         facts["groups"].append(kept)
     for name, parameter, index in _named(net, optimizer):
         facts["group_of"][name] = index
@@ -199,7 +199,7 @@ def _to_save(
             else:
                 raise UserError(
                     f"save: the optimizer's {kind} of {name} has shape {tuple(value.shape)}, but "
-                    f"must have the parameter's shape, {tuple(parameter.shape)}; use an optimizer "
+                    f"must have that of the parameter, {tuple(parameter.shape)}; use an optimizer "
                     "such as AdamW or SGD instead"
                 )
     return _held(tensors), facts
@@ -215,8 +215,8 @@ def _named(
             if parameter not in names:
                 raise UserError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "in the module, but must have only parameters of the module; give the module "
-                    "that holds all of them"
+                    "in the module, but must have parameters of it alone; give the module that "
+                    "holds all of them"
                 )
             yield names[parameter], parameter, index
 
@@ -283,7 +283,7 @@ def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, 
             if shapes.setdefault(name, shape) != shape:
                 raise UserError(
                     f"save: {name} has shape {shape} on rank {rank}, but must have "
-                    f"{shapes[name]}, as on another rank; give every rank the same model"
+                    f"{shapes[name]} as on another rank; give every rank the same model"
                 )
             chunk = Chunk(tuple(offsets), tuple(sizes))
             holders.setdefault((name, chunk), []).append(rank)
@@ -312,7 +312,7 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
         if theirs["groups"] != merged["groups"]:
             raise UserError(
                 f"save: the optimizer's parameter groups on rank {rank} must be those of rank 0; "
-                "give every rank the same groups with the same settings; a group may be empty"
+                "give every rank the same groups with the same settings, if need be empty ones"
             )
         for key in ("group_of", "values"):
             merged[key] |= theirs[key]
@@ -328,7 +328,7 @@ def _new_folder(folder: Path, step: int) -> str:
     final = unfinished.with_name(step_folder(step))
     if final.exists():
         raise UserError(
-            f"save: {final} already exists, but must be new; give another step or folder, or "
+            f"save: {final} is there already, but must be new; give another step or folder, or "
             "remove it"
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -365,7 +365,7 @@ def _chosen(folder: Path, step: int | None) -> Path | None:
             close = f"; the nearest is step={min(steps, key=lambda s: abs(s - step))}"
             raise UserError(
                 f"load(step={step}) must be a checkpoint in {folder / CHECKPOINTS}"
-                f"{close if steps else ', which has none; give step=None to begin without one'}"
+                f"{close if steps else ', which has none; give step=None to begin without'}"
             )
         return step_folder(step)
 
@@ -385,10 +385,12 @@ def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ..
     there = {n.partition("/")[2] for n in shapes if n.partition("/")[0] == PARAMETER}
     for missing in sorted(of_all - there):
         raise UserError(
-            f"{path} has no {missing}, which this model has{nearest_hint(missing, there)}"
+            f"{path} has no {missing}, but must be of this model{nearest_hint(missing, there)}"
         )
     for more in sorted(there - of_all):
-        raise UserError(f"{path} has {more}, which this model lacks{nearest_hint(more, of_all)}")
+        raise UserError(
+            f"{path} has {more}, which this model must have too{nearest_hint(more, of_all)}"
+        )
 
 
 def _to_fill(
@@ -415,8 +417,8 @@ def _to_fill(
     for name, full_shape, chunk, local in _held(state):
         if full_shape != shapes[name]:
             raise UserError(
-                f"{name} has shape {shapes[name]} in {path}, but {full_shape} in this model; give "
-                "a module of the sizes that were saved"
+                f"{path} has {name} of shape {shapes[name]}, but must have it of shape "
+                f"{full_shape}; give a module of the sizes that were saved"
             )
         chunks[name] = TensorChunks(full_shape, local.dtype, [(chunk, local)])
     return chunks, moments
@@ -435,7 +437,7 @@ def _script_of(manifest: Manifest, path: Path) -> tuple[dict[str, Any], dict[str
         return optimizer, {**script["extra"]}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
-            f"{path} must be a checkpoint written by parallel3d.save; give one instead"
+            f"{path} must be a checkpoint of parallel3d.save; give its folder instead"
         ) from None
 
 
@@ -452,8 +454,8 @@ def _check_groups(
     for name, _, index in _named(net, optimizer):
         if group_of.get(name) != index:
             raise UserError(
-                f"{path} has {name} in parameter group {group_of.get(name)}, but this optimizer "
-                f"has it in group {index}; create the optimizer with the saved groups"
+                f"{path} has {name} in parameter group {group_of.get(name)}, but must have it in "
+                f"{index} as in this optimizer; give the same groups"
             )
 
 

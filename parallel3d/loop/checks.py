@@ -50,8 +50,8 @@ def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas
     firsts = [number_of_tokens(first) for first in given]
     if not given or firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
         raise UserError(
-            f"{name} must map numbers of samples, which increase from 0, to global batches; the "
-            f"nearest is train.batch_schedule={{0:{batch}}}."
+            f"{name} must map increasing numbers of samples, the first of them 0, to global "
+            f"batches; the nearest is train.batch_schedule={{0:{batch}}}."
         )
     for size in given.values():
         if type(size) is not int or size < 1 or size % multiple:
@@ -80,9 +80,9 @@ def check_noise_scale(sizes: BatchSizes, schedule: Any, micro_batch_size: int) -
         return
     batch, near = f"global_batch_size={least}", f"global_batch_size={2 * least}"
     if schedule is not None:
-        batch, near = f"a batch of {least} in train.batch_schedule", f"one of {2 * least} there"
+        batch, near = f"a batch of {least} in train.batch_schedule", f"a batch of {2 * least}"
     raise UserError(
-        f"train.noise_scale=true compares two parts of a batch, and with dp=1 {batch} is one "
+        f"train.noise_scale=true compares two parts of a batch, but with dp=1 {batch} is a single "
         f"micro-batch; the nearest is {near}."
     )
 
@@ -98,8 +98,8 @@ def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | N
     if not profile.steps:
         if profile.memory:
             raise UserError(
-                "profile.memory=true requires profile.steps, the steps to record; the nearest "
-                f"is profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
+                "profile.memory=true requires profile.steps, the steps to record; give, for "
+                f"example, profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
             )
         return
     first, *_, last = [profile.steps[0], *profile.steps]
@@ -107,10 +107,10 @@ def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | N
         near = sorted(
             min(max(1, step), last_step) for step in (min(profile.steps), max(profile.steps))
         )
+        most = "on" if steps is None else f"to train.steps={steps}"
         raise UserError(
-            f"profile.steps={show(profile.steps)} must be two numbers, the first and the last step "
-            f"to profile, from 1 to train.steps={last_step}; the nearest is "
-            f"profile.steps={show(near)}."
+            f"profile.steps={show(profile.steps)} must be two numbers from 1 {most}, the first and "
+            f"the last step to profile; the nearest is profile.steps={show(near)}."
         )
     if profile.ranks != "all" and world_size is not None and max(profile.ranks) >= world_size:
         near = [rank for rank in profile.ranks if rank < world_size] or [world_size - 1]

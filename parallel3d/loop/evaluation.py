@@ -98,7 +98,7 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
     config = trainer.config
     if not is_restored:
         raise UserError(
-            f"train.eval_only=true needs a checkpoint, and run={config.run} has none: train it "
+            f"train.eval_only=true needs a checkpoint, but run={config.run} has none: train it "
             "with checkpoint.every=… first, or give another run="
         )
     assert worker.watchdog is not None  # `train` has started it

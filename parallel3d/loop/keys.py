@@ -27,7 +27,7 @@ class StepKeys:
     )
     seed: int = key(
         1234,
-        "weights and sample order are functions of it",
+        "initial weights and sample order are functions of this number",
         minimum=0,
         resume=REFUSED,
     )
@@ -42,14 +42,14 @@ class TrainConfig:
 
     steps: int | None = key(
         None,
-        f"number of optimizer steps; null: given by tokens or epochs, else {DEFAULT_STEPS}",
+        f"number of optimizer steps; null: from tokens or epochs, otherwise {DEFAULT_STEPS}",
         minimum=1,
         tried=(4,),
     )
     tokens: float | None = key(
         None,
-        "tokens to train on instead of a number of steps, masked ones too, rounded up to whole "
-        "steps, as in 9.8e6 or 2e12",
+        "number of tokens to train on (masked ones included) instead of a number of steps, such as "
+        "9.8e6 or 2e12; rounded up to whole steps",
         minimum=1,
         maximum=1e18,
         tried=(512,),
@@ -63,8 +63,8 @@ class TrainConfig:
     )
     batch_schedule: Any = key(
         None,
-        "global batch by the samples read before a step, {0:16,1000:32}: 16, and 32 from 1000 "
-        "samples on; the last size must be global_batch_size; null: always that",
+        "global batch by the samples read before a step, as in {0:16,1000:32}: 16, and 32 from "
+        "1000 samples on; the last size must be global_batch_size; null: always global_batch_size",
         holds=dict[float, float],
         tried=({0: 4, 4: 8},),
     )
@@ -75,8 +75,8 @@ class TrainConfig:
     )
     eval_batches: int | None = key(
         4,
-        "global batches of each validation set per evaluation, at most all of it; null: all; 0: "
-        "no evaluation",
+        "global batches per evaluation of each validation set, fewer if the set is smaller; null: "
+        "the whole set; 0: no evaluation",
         minimum=0,
     )
     eval_only: bool = key(
@@ -95,8 +95,8 @@ class TrainConfig:
     progress: bool = key(True, "progress bar (on a terminal)", resume=FREE)
     noise_scale: bool = key(
         False,
-        "measure the gradient noise scale (McCandlish et al. 2018), the batch beyond which a "
-        "larger one saves few steps; it compares the gradients of replicas, or with dp=1 of "
+        "measure the gradient noise scale (McCandlish et al. 2018), the batch size beyond which "
+        "larger batches save few steps; it compares the gradients of replicas or, with dp=1, of "
         "micro-batches",
         resume=FREE,
     )
@@ -137,22 +137,22 @@ CONFLICTS = (
     *exclusive(*LENGTHS),
     Conflict(
         {"train.epochs": Other(None), "data.name": Is("blend")},
-        "{train.epochs} counts passes over one corpus, and {data.name} reads each part as often "
+        "{train.epochs} counts passes over one corpus, but {data.name} reads each part as often "
         "as its weight says: give train.tokens instead",
         (("train.epochs", None),),
     ),
     *(
         Conflict(
             {"train.noise_scale": Is(True), "zero": Is(2, 3), replicas: Other(1)},
-            "{train.noise_scale} compares the gradients of one replica before they are summed, "
-            "which {zero} hides",
+            "{train.noise_scale} compares the gradients of each replica before they are summed, "
+            "but {zero} does not keep them",
             (("zero", 1), ("train.noise_scale", False)),
         )
         for replicas in ("dp", "cp")
     ),
     Conflict(
         {"train.noise_scale": Is(True), "optim.freeze": Other(None, [])},
-        "{train.noise_scale} compares whole buckets, in which {optim.freeze} leaves parameters "
+        "{train.noise_scale} compares whole buckets, but {optim.freeze} leaves parameters in them "
         "without a gradient",
         (("train.noise_scale", False), ("optim.freeze", None)),
     ),

@@ -61,11 +61,11 @@ def toy_defaults(config: Config) -> str | None:
         if set(TELLING) & set(left):
             wrong += [spell(name, keys[name].default) for name in left]
     if config.data.reads_bytes and config.model.vocab_size > LARGE * small.vocab_size:
-        wrong.append(f"data={config.data.name} (bytes)")
+        wrong.append(f"data={config.data.name} (read as bytes)")
     if not wrong:
         return None
     return (
-        f"{config.model.name} has {si(parameters)}parameters and is trained with defaults for "
-        f"a model of {si(parameter_count(small)).strip()}: {', '.join(wrong)}; parallel3d recipes "
-        "lists configurations for such models"
+        f"{config.model.name} has {si(parameters).strip()} parameters and is trained with defaults "
+        f"for a model of {si(parameter_count(small)).strip()}: {', '.join(wrong)}; parallel3d "
+        "recipes lists configurations for such models"
     )

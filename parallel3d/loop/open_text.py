@@ -86,7 +86,7 @@ def make_trainer(
     sizes = open_tokenizer(name).sizes() if sets and name is not None else None
     if sets and sizes is None and groups.rank == 0:
         print_line(
-            "data.valid: bits per byte are not computed, as the corpus does not name its "
+            "data.valid: bits per byte are not computed, because the corpus does not name its "
             "tokenizer; give data.tokenizer=…"
         )
     files = [file for one in sets.values() for file in one.files]

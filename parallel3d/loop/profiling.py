@@ -60,8 +60,8 @@ class StepProfiler(Hook):
         self._history = memory_history(self._api) if keys.memory else None
         if keys.steps and not self.steps and worker.rank == 0:
             print_line(
-                f"profile.steps=[{first},{last}] are done: this run resumes at step {next_step}, "
-                "and nothing is profiled"
+                f"profile.steps=[{first},{last}] are already done: this run resumes at step "
+                f"{next_step}, so nothing is profiled"
             )
 
     def before_step(self, step: int) -> None:
@@ -135,7 +135,7 @@ class StepProfiler(Hook):
             _write(folder / f"{name}-memory.pickle", dump)
             record(enabled=None)
         elif self.wants_memory and self.reports:
-            print_line("profile.memory=true: no snapshot is written, as that needs a GPU")
+            print_line("profile.memory=true: no snapshot is written, because that needs a GPU")
         if self.reports and self._profile is not None:
             title = f"profile of rank {self.worker.rank}, {self._steps_text()}"
             print_line(f"{title}; traces are in {folder}/\n{longest(self._profile)}")
@@ -152,7 +152,7 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
         write(str(partial))
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:
-        print_line(f"{path} is not written: {getattr(error, 'strerror', None) or error}")
+        print_line(f"{path} could not be written: {getattr(error, 'strerror', None) or error}")
         partial.unlink(missing_ok=True)
 
 

@@ -31,6 +31,6 @@ def leave_marker(
     elif not is_saved:
         print_line(f"{where}; no checkpoint was written")
     else:
-        print_line(f"{where}; saved: run={trainer.config.run} continues there")
+        print_line(f"{where}; saved: run={trainer.config.run} resumes from there")
         if worker.stop.requeues:
             write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})

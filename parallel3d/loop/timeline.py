@@ -73,14 +73,14 @@ def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: P
         layers = [stage.layers for stage in trainer.blueprint.stages]
         recomputed = trainer.blueprint.recompute_forwards()
         costs = measured_costs(measured, trainer.schedule, layers, recomputed)
-        print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
+        print_line(f"measured costs in ms, for schedule=auto: {keys_of(costs, hop)}")
 
 
 def _write(path: Path, text: str) -> None:
     try:
         replace_durably(path, text.encode())
     except OSError as error:  # the run continues without this file
-        print_line(f"{path} is not written: {error.strerror}")
+        print_line(f"{path} could not be written: {error.strerror}")
 
 
 def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
@@ -166,7 +166,7 @@ def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
     """Draws the simulated timeline below the measured one, on the same scale."""
     canvas, until = Canvas(), max(measured.makespan, simulated.makespan)
     TimelinePicture(canvas, measured, 1200, until, " s").draw(f"{title}, measured")
-    below = "the same costs on the clock, no hops"
+    below = "the same costs, simulated without hops"
     TimelinePicture(canvas, simulated, 1200, until, " s").draw(below)
     return canvas.svg(title)
 

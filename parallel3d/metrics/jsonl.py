@@ -45,6 +45,7 @@ from typing import Any, NamedTuple, Self
 
 from parallel3d.comm.step_timer import WARMUP_STEPS
 from parallel3d.files import flush_folder, new_file, no_link, replace_durably, write_all
+from parallel3d.text import count
 
 COUNTS = "expert_counts"
 # Entries that a step's line always has.
@@ -142,7 +143,7 @@ class MetricsFile:
         self.flush()
         self._try(self._file.close)  # the file is closed even if this fails
         if self.waiting:
-            self._say(f"{len(self.waiting)} lines of {self.path} could not be written")
+            self._say(f"{count(len(self.waiting), 'line')} of {self.path} could not be written")
 
     def _drain(self) -> None:
         descriptor = self._file.fileno()
@@ -252,7 +253,7 @@ def _keep_before(
             stays(json.loads(text))
         if missing := missing + max(0, first_step - 1 - last):
             say(
-                f"{path} lacks {missing:,} of the steps before {first_step}: an earlier start "
+                f"{path} lacks {missing:,} of the steps before step {first_step}: an earlier start "
                 "could not write them"
             )
         if not drops:
@@ -260,7 +261,8 @@ def _keep_before(
         file.seek(0)
         old = _replace_by(path, (line for line in file if _row_before(line, first_step)))
     if damaged:
-        say(f"{path} had {damaged} damaged lines: they are left out, but {old.name} keeps them")
+        lines = count(damaged, "damaged line")
+        say(f"{path} had {lines}, now removed; the unchanged file is kept as {old.name}")
     return late
 
 

@@ -20,19 +20,19 @@ class LoggerConfig:
     RESUME: ClassVar[str] = FREE
     name: Any = key(
         "none",
-        "logger or loggers; in a file, name: [wandb, tensorboard]",
+        "one logger or a list of them; in a file: name: [wandb, tensorboard]",
         choices=("none", *LOGGERS),
         list_of=LOGGERS,
     )
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or parallel3d")
-    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the key's own")
+    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or that of the API key")
     group: str | None = key(None, "W&B group")
     job_type: str | None = key(None, "W&B job type, such as train; null: WANDB_JOB_TYPE")
-    notes: str | None = key(None, "W&B notes: a sentence on the run; null: WANDB_NOTES")
+    notes: str | None = key(None, "W&B notes: a sentence about the run; null: WANDB_NOTES")
     tags: list[str] = key([], "W&B tags")
     mode: str = key(
         "auto",
-        "auto: WANDB_MODE if it is set (offline, disabled); else online if there is an API key",
+        "auto: WANDB_MODE if it is set; otherwise online with an API key, and offline without one",
         choices=("auto", "online", "offline"),
     )
     system_metrics: bool = key(

@@ -247,7 +247,7 @@ class WandbLogger:
         self.mode = resolve_mode(config.logger.mode)
         why = ""
         if self.mode == "offline" and config.logger.mode == "auto" and not has_credentials():
-            why = ", as there is no API key (`wandb login` stores one)"
+            why = ", because there is no API key (`wandb login` stores one)"
         self._run: Run | None = None
         self.folder: Path | None = None
         self.url: str | None = None
@@ -269,7 +269,7 @@ class WandbLogger:
         self._guard(lambda: self._open(found))
         if self._run is None and self.mode == "online":
             self.mode = "offline"
-            why = ", as it could not be reached"
+            why = ", because it could not be reached"
             self._guard(_forget)  # W&B would otherwise keep the id that it could not open
             self._guard(lambda: self._open(found))
         self._guard(lambda: self._catch_up(earlier))

@@ -236,8 +236,9 @@ class Recorder:
         if loss is None and not self._said_unlearned:
             self._said_unlearned = True
             self._say(
-                f"step {step}: no token of its samples is to be learned, so it changes nothing: "
-                f"{count(self._unlearned, 'such step')} so far, further ones are only counted"
+                f"step {step} changes nothing, because its samples have no token to learn "
+                f"({count(self._unlearned, 'such step')} so far; later ones will be counted but "
+                "not reported)"
             )
 
     def evaluation(

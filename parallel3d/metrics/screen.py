@@ -25,7 +25,7 @@ from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.starts import PARTS
-from parallel3d.text import aligned, duration, loss_words, percent, si, three_digits
+from parallel3d.text import aligned, count, duration, loss_words, percent, si, three_digits
 
 REFRESH_PER_SECOND = 4  # redraws per second; low, as they take time from the training process
 RATE_PERIOD_S = 600.0  # seconds of steps from which the remaining time is estimated
@@ -162,8 +162,7 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
         + (f" · {config.schedule.name}" if config.pp > 1 else "")
         + (f" · ep {config.ep}" if config.ep > 1 else "")
         + (" · sequence parallel" if config.sp else "")
-        + (f" · sequences end in {padding} tokens of padding" if padding > 1 else "")
-        + (" · sequences end in a token of padding" if padding == 1 else ""),
+        + (f" · sequences end with {count(padding, 'padding token')}" if padding else ""),
         "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens{before}",
         "length": length_words(model.seq_length, length),
         "data": config.data.path or config.data.name,
@@ -213,7 +212,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     rates, mfu = summary["tokens_per_s"], summary["mfu"]
     rows = {"train loss": _number(summary["loss"], ".4f") + " nats per token, last step"}
     if summary["loss"] is None and "loss" not in summary.get("nonfinite", {}):
-        rows["train loss"] = "none, as the last step had no token to learn"
+        rows["train loss"] = "none, because the last step had no token to learn"
     if summary["eval_loss"] is not None:
         parts = [f"{summary['eval_loss']:.4f} nats per token"]
         if summary["bits_per_byte"] is not None:
@@ -227,9 +226,9 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         del rows["train loss"], rows["grad norm"]
     unlearned = summary["unlearned_steps"]
     if bad := summary["skipped_steps"] - unlearned:
-        rows["skipped"] = f"{bad:,} steps, whose gradients were not finite"
+        rows["skipped"] = f"{count(bad, 'step')}, because gradients were not finite"
     if unlearned:
-        rows["not learned"] = f"{unlearned:,} steps, whose samples had no token to learn"
+        rows["not learned"] = f"{count(unlearned, 'step')}, because samples had no token to learn"
     if rates["mean"] is not None:
         excluded = rates["warmup_steps_excluded"]
         without = f" (first {excluded} steps left out)" if excluded else ""
@@ -294,7 +293,9 @@ def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
     table += [[name, *(three_digits(1e3 * times[k]) for k in used)] for name, times in lines]
     rows = aligned(table, "<" + ">" * len(used))
     if len(rows[0]) > width:
-        return ["time by rank is in summary.json and parallel3d report: this screen is too narrow"]
+        return [
+            "this screen is too narrow for times by rank: see summary.json or parallel3d report"
+        ]
     if (imbalance := summary["breakdown"].get("imbalance")) is not None:
         words = f"{imbalance:.1%} more work than the mean"
         rows.append(f"attention over cp: the slowest rank has {words}")

@@ -162,7 +162,7 @@ def begin(
         made, lines = _first_id(run_dir, environ)
         return Beginning(_keep(run_dir, made), None, False, lines)
     if (source := _copied_from(run_dir, kept)) is not None:
-        line = f"W&B: this run is a copy of {source}, which keeps its run {kept} there"
+        line = f"W&B: this run is a copy of {source}, to which W&B's run {kept} belongs"
         return _anew(run_dir, line)
     sessions = [session for session in sessions_of(run_dir) if session.id == kept]
     if sessions:
@@ -172,7 +172,7 @@ def begin(
     try:
         last = last_row(run_dir, kept, sessions)
     except UnknownRows as error:
-        return _anew(run_dir, f"W&B: it is not known which rows its run {kept} has ({error})")
+        return _anew(run_dir, f"W&B: it is unknown which rows the run {kept} has there ({error})")
     if changed and last is not None and last.step >= first_step:
         return replaced(run_dir, kept, first_step, last.step)
     return Beginning(kept, last, changed)
@@ -184,13 +184,13 @@ def replaced(run_dir: Path, kept: str, first_step: int, last_step: int) -> Begin
     if first_step == last_step:
         steps = f"step {first_step:,}"
     is_one = "is" if first_step == last_step else "are"
-    line = f"W&B: {steps} of its run {kept} {is_one} from an earlier start with other keys"
+    line = f"W&B: {steps} of the run {kept} {is_one} from an earlier start with other keys"
     return _anew(run_dir, line)
 
 
 def _anew(run_dir: Path, why: str) -> Beginning:
     made = _keep(run_dir, secrets.token_hex(8))
-    return Beginning(made, None, False, (f"{why}: this start is a run of its own, {made}",))
+    return Beginning(made, None, False, (f"{why}: this start gets a new W&B run, {made}",))
 
 
 def kept_id(run_dir: Path) -> str | None:
@@ -218,10 +218,10 @@ def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str
         return made, ()
     kept = f"this run is {made} in W&B"
     if not environ.get("WANDB_SWEEP_ID"):
-        why = "used only under a sweep's agent, as all runs of this shell would be one there"
+        why = "used only under a sweep's agent, because all runs of this shell would share it"
         return made, (f"WANDB_RUN_ID={given} is {why}: {kept}",)
     if (other := _beside(run_dir, given)) is not None:
-        return made, (f"WANDB_RUN_ID={given} is run {other.name} already: {kept}",)
+        return made, (f"WANDB_RUN_ID={given} already belongs to run {other.name}: {kept}",)
     return given, ()
 
 
@@ -286,7 +286,7 @@ def _row_in(folder: Path) -> Row | None:
     """Returns the last row in W&B's file of a session that may have been killed, or None."""
     files = [*folder.glob("run-*.wandb")]
     if len(files) != 1:
-        raise UnknownRows(f"{folder} has {len(files)} files of W&B instead of one")
+        raise UnknownRows(f"{folder} has {len(files)} W&B files instead of one")
     return read_rows(files[0], _tool)
 
 
@@ -322,11 +322,11 @@ def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | N
             elif kind not in _TYPES:
                 strange = f"a record of type {kind!r}"
         except (ValueError, KeyError, TypeError) as error:
-            raise UnknownRows(f"W&B's tool shows {path} in another form: {error!r}") from None
+            raise UnknownRows(f"W&B's tool shows {path} in an unknown format: {error!r}") from None
     if row is None and strange:
-        raise UnknownRows(f"W&B's tool shows {strange} in {path}, and no rows")
+        raise UnknownRows(f"W&B's tool shows {strange} in {path}, but no rows")
     if not records and path.stat().st_size > _HEADER_BYTES:
-        raise UnknownRows(f"W&B's tool shows nothing of {path}")
+        raise UnknownRows(f"W&B's tool shows no records of {path}")
     return row
 
 

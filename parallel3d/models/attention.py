@@ -106,7 +106,7 @@ def _try(blueprint: Blueprint, device: torch.device, kernel: str) -> None:
             causal_attention(qkv, *shape, None, kernel=kernel).sum().backward()
     except (RuntimeError, NotImplementedError) as error:
         raise UserError(
-            f"attention_kernel={blueprint.layer.attention_kernel} has no kernel for heads of size "
+            f"attention_kernel={blueprint.layer.attention_kernel} has no kernel for heads of "
             f"{model.head_size} in {str(dtype).removeprefix('torch.')} on this "
             f"{accelerator.name(device)} ({first_line(error).rstrip('.')}); the nearest is "
             "attention_kernel=auto, which takes the fastest available one."

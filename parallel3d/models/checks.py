@@ -123,7 +123,7 @@ def check_layer_types(model: ModelConfig) -> None:
     if any(word in NOPE for word in words) and model.position_embedding != "rope":
         fixed = [NOPE.get(word, word) for word in types]
         raise UserError(
-            f"{shown} has layers without rotary positions, but no layer has these with "
+            f"{shown} has layers without rotary positions, but the others have none either with "
             f"model.position_embedding={model.position_embedding}; the nearest is "
             f"model.layer_types={show(fixed)}."
         )
@@ -131,6 +131,6 @@ def check_layer_types(model: ModelConfig) -> None:
     if base is not None and Rope(base, is_scaled=False) not in model.ropes:
         raise UserError(
             f"model.sliding_rotary_base={show(base)} is the RoPE base of sliding layers, but with "
-            f"{shown} and model.position_embedding={model.position_embedding} no such layer "
-            "uses RoPE; the nearest is model.sliding_rotary_base=null."
+            f"{shown} and model.position_embedding={model.position_embedding} none is rotated; "
+            "the nearest is model.sliding_rotary_base=null."
         )

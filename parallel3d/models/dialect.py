@@ -42,13 +42,13 @@ class LayerTypeKeys:
     RESUME: ClassVar[str] = REFUSED
     layer_types: list[str] = key(
         [],
-        "attention of each layer, a pattern that is repeated, such as [sliding,sliding,full]: "
-        "full, or sliding with model.sliding_window, or either without positions (full_nope, "
+        "attention of each layer, a pattern that is repeated, as [sliding,sliding,full]: full, or "
+        "sliding with model.sliding_window, or either without positions (full_nope, "
         "sliding_nope); []: every layer is full",
     )
     sliding_window: int | None = key(
         None,
-        "number of keys that a query of a sliding layer sees, including its own; null: no sliding "
+        "number of keys that a query of a sliding layer sees, its own included; null: no sliding "
         "layers",
         minimum=1,
         tried=(5,),

@@ -366,7 +366,7 @@ class LayerKeys:
 
     recompute: Any = key(
         "none",
-        "parts of a layer that the backward recomputes, such as [norm,activation]: norms' results, "
+        "parts of a layer that the backward recomputes, as [norm,activation]: norms' results, "
         "the MLP's non-linearity (mlp: the GEMM before it too), attention between its projections, "
         "the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), full is [layer]",
         choices=tuple(WORDS),
@@ -378,7 +378,7 @@ class LayerKeys:
     recompute_layers: list[int] | None = key(
         None,
         "how many layers of a stage recompute, from its first one on: [2] on every stage, or a "
-        "number for each, such as [3,1,0,0], as the first stages hold most activations; null: all",
+        "number for each, as the first stages hold most activations: [3,1,0,0]; null: all",
         resume=FREE,
         tried=([1],),
     )
@@ -425,7 +425,7 @@ def _is_none(recompute: Any) -> bool:
 CONFLICTS = (
     Conflict(
         {"model.qk_norm_width": Is("full"), "model.qk_norm": Is(False)},
-        "{model.qk_norm_width} is the width of the norms of q and k, but {model.qk_norm}",
+        "{model.qk_norm_width} is the width of norms, but {model.qk_norm}",
         (("model.qk_norm", True), ("model.qk_norm_width", "head")),
     ),
     Conflict(
@@ -433,7 +433,7 @@ CONFLICTS = (
             "model.rope_attention_factor": Other(None),
             "model.rope_scaling": Is(LLAMA3, LINEAR),
         },
-        "{model.rope_attention_factor} is only for yarn and longrope, not {model.rope_scaling}",
+        "{model.rope_attention_factor} belongs to yarn and longrope, but {model.rope_scaling}",
         (("model.rope_attention_factor", None), ("model.rope_scaling", YARN)),
     ),
     Conflict(
@@ -443,15 +443,15 @@ CONFLICTS = (
     ),
     Conflict(
         {"mlp_chunk_tokens": Other(None), "recompute": Where(_leaves_mlp, "none")},
-        "{mlp_chunk_tokens} splits an MLP that the backward recomputes, so it needs mlp in "
-        "recompute, not {recompute}",
+        "{mlp_chunk_tokens} cuts an MLP that the backward recomputes, and needs mlp in recompute, "
+        "not {recompute}",
         (("recompute", "[norm,attention,mlp]"), ("mlp_chunk_tokens", None)),
     ),
     *(
         Conflict(
             {"mlp_chunk_tokens": Other(None), other: Other(off)},
-            f"{{mlp_chunk_tokens}} runs the MLP on one piece of the sequence after another, which "
-            f"{{{other}}} does not allow",
+            f"{{mlp_chunk_tokens}} cuts the sequence of a whole MLP, which {{{other}}} does not "
+            "allow",
             ((other, off), ("mlp_chunk_tokens", None)),
         )
         for other, off in (("tensor_parallel.chunks", 1), ("compile", False))
@@ -463,7 +463,7 @@ CONFLICTS = (
     ),
     Conflict(
         {"attention_kernel": Is(CUDNN, *PACKAGES), "device": Is("cpu")},
-        "{attention_kernel} only runs on GPUs, but {device} only has flash and math",
+        "{attention_kernel} is a kernel of GPUs, but {device} has flash and math",
         (("attention_kernel", FLASH),),
     ),
     Conflict(
@@ -477,12 +477,12 @@ CONFLICTS = (
     ),
     Conflict(
         {"attention_kernel": Is(CUDNN), "model.sliding_window": Other(None)},
-        "{attention_kernel} does not support a sliding window, but {model.sliding_window}",
+        "{attention_kernel} has no window, but {model.sliding_window}",
         (("attention_kernel", FLASH), ("model.sliding_window", None)),
     ),
     Conflict(
         {"attention_kernel": Is(CUDNN), "data.document_mask": Is(True)},
-        "{attention_kernel} does not support documents of varying length, but {data.document_mask}",
+        "{attention_kernel} has no kernel for documents of any length, but {data.document_mask}",
         (("attention_kernel", FLASH), ("data.document_mask", False)),
     ),
 )

@@ -76,8 +76,8 @@ def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
         mine = {name for name in left if fnmatchcase(name, str(pattern))}
         if not mine:
             raise UserError(
-                f"{typed[pattern]} matches only parameters that groups before it match, and the "
-                "first match counts; give it first."
+                f"{typed[pattern]} matches only parameters of the groups before it, and the first "
+                "that matches counts; give it first."
             )
         left -= mine
 
@@ -109,7 +109,7 @@ def _check_matches(typed: str, pattern: str, names: Iterable[str]) -> None:
     if pattern.startswith("head"):  # a tied head has no parameter of its own
         close = "embedding.word.weight"
     raise UserError(
-        f"{typed}: {pattern} must match a parameter of the model, but matches none; the nearest "
+        f"{typed}: {pattern} must match a parameter of the model, and matches none; the nearest "
         f"is {close}."
     )
 

@@ -100,7 +100,7 @@ class OptimConfig:
     muon_dtype: str = key(
         "auto",
         "muon: type in which Newton-Schulz computes and its matrices are sent; auto: bf16 with "
-        "half precision, otherwise fp32; fp32: the type of the master weights (fp64 in fp64 runs)",
+        "half precision, else as fp32; fp32: the type of the master weights (fp64 in fp64 runs)",
         choices=("auto", "bf16", "fp32"),
     )
     state: str = key(

@@ -68,7 +68,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.microbatch < 0 or self.chunk < 0:
-            raise ValueError(f"micro-batches and chunks count from 0, but {self} has a lower one")
+            raise ValueError(f"micro-batches and chunks count from 0, but {self} has less")
         object.__setattr__(self, "row", row_of(self.kind, self.chunk))
 
     def __str__(self) -> str:

@@ -81,7 +81,7 @@ def fault_of_rank(
         if one.chunk >= assignment.chunks:
             return f"rank {rank} has {one}, but chunks are 0 to {assignment.chunks - 1}"
         if not one.kind.is_compute and _reader(one, rank, assignment) in (None, rank):
-            return f"rank {rank} has {one}, but no other rank is at its other end"
+            return f"rank {rank} has {one}, but no other rank is on that side"
         if one in places:
             return f"rank {rank} has {one} twice"
         places[one] = len(places)

@@ -85,7 +85,7 @@ def _check_counts(key: str, given: list[int], layers: int, stages: int) -> None:
             f"is {key}={show(near)}."
         )
     if len(given) not in (1, stages):
-        each = f" for all stages or {stages}, one for each stage" if stages > 1 else ""
+        each = f" for all stages or {stages}, one a stage" if stages > 1 else ""
         raise UserError(f"{name} must have 1 entry{each}; the nearest is {key}={show(given[:1])}.")
 
 
@@ -93,7 +93,7 @@ def _check_stages(counts: LayerCounts, assignment: StageAssignment) -> None:
     layers, given = counts.num_layers, counts.layers_per_stage
     pp, stages, chunks = assignment.ranks, assignment.stages, assignment.chunks
     _check_layers(counts, stages)
-    times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks per rank (vpp)"
+    times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks of a rank (vpp)"
     if stages > layers:
         near = f"pp={max(1, layers // chunks)}"
         if pp <= layers < stages:
@@ -128,8 +128,8 @@ def check_schedule_of_batches(
     """
     if schedule not in NAMED_SCHEDULES:
         raise UserError(
-            f"train.batch_schedule={show(given)} changes the number of micro-batches, but "
-            f"schedule={schedule} is made for a fixed number; the nearest is schedule=1f1b."
+            f"train.batch_schedule={show(given)} changes the number of micro-batches, and "
+            f"schedule={schedule} is made for one number; the nearest is schedule=1f1b."
         )
     for size in given.values():
         make(schedule, pp, size // replica.multiple, vpp)
@@ -143,5 +143,5 @@ def check_no_count(count: int | None, replica: Replicas) -> None:
     if count is not None:
         raise UserError(
             f"schedule.num_microbatches={count} must be null except in `parallel3d schedule`: "
-            f"here give global_batch_size={count * replica.multiple} for {count} micro-batches."
+            f"here global_batch_size={count * replica.multiple} makes as many."
         )

@@ -83,7 +83,7 @@ def check_search(ranks: int, microbatches: int, chunks: int, memory: float) -> N
     """Raises UserError if schedule=auto has too much to search or too low a cap on activations."""
     if (cells := ranks * microbatches * max(2, chunks)) > LARGEST:
         raise UserError(
-            f"schedule=auto searches at most {LARGEST:,} micro-batches × stages, but this run has "
+            f"schedule=auto must have at most {LARGEST:,} micro-batches × stages to search, not "
             f"{cells:,}; the nearest is schedule=interleaved_zb."
         )
     _check_memory(ranks, microbatches, memory)
@@ -93,7 +93,7 @@ def _check_memory(ranks: int, microbatches: int, memory: float) -> None:
     if memory * min(ranks, microbatches) < 1 - SAME:
         raise UserError(
             f"schedule.memory={memory:g} of 1F1B's {min(ranks, microbatches)} micro-batches is "
-            "less than one, but a rank has to hold one; the nearest is "
+            "less than one, and a rank has to hold one; the nearest is "
             f"schedule.memory={-(-1000 / min(ranks, microbatches) // 1) / 1000:g}."
         )
 
@@ -176,6 +176,6 @@ def _why(best: ScheduleChoice, fitting: Sequence[ScheduleChoice], memory: float)
         for form in fitting
         if form.schedule != best.schedule
     ][:2]
-    beaten = f"; next best: {' and '.join(others)}" if others else ""
-    held = f"at most {memory:g} × 1F1B's activations"
+    beaten = f"; next {' and '.join(others)}" if others else ""
+    held = f"at most {memory:g} of 1F1B's activations"
     return f"{kind}: {best.overhead:.1%} over compute with {held}{beaten}"

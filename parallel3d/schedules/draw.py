@@ -53,7 +53,7 @@ def render_text(timeline: Timeline, width: int | None = None) -> str:
     words = ", ".join(f"{kind} {_KINDS[kind]}" for kind in _kinds(timeline))
     heading = (
         " " * (len("rank ") + digits + 2)
-        + f"{words}, · idle; bubble {timeline.bubble_fraction:.1%}, per rank:"
+        + f"{words}, · idle; bubble {timeline.bubble_fraction:.1%}, of each rank:"
     )
 
     def line(spans: Sequence[Span]) -> str:

@@ -45,8 +45,8 @@ class ScheduleConfig:
     )
     num_microbatches: int | None = key(
         None,
-        "parallel3d schedule: micro-batches of a step (short form: num_microbatches); null: "
-        "derived from global_batch_size",
+        "parallel3d schedule: micro-batches of a step (short form: num_microbatches); null: as "
+        "many as global_batch_size makes",
         minimum=1,
     )
     costs: list[float] = key(

@@ -79,7 +79,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         ValueError: there is fewer than one rank, chunk or micro-batch.
     """
     if microbatches < 1:
-        raise ValueError(f"a schedule needs at least one micro-batch, but {microbatches=}")
+        raise ValueError(f"a schedule needs a micro-batch, not {microbatches=}")
     if name not in NAMED_SCHEDULES:
         choice = nearest(name, NAMED_SCHEDULES) or "1f1b"
         raise UserError(
@@ -119,7 +119,7 @@ def check_vpp(name: str, chunks: int) -> None:
     if name in ONE_CHUNK and chunks != 1:
         other = "interleaved_zb" if name == "zb_h1" else "interleaved"
         raise UserError(
-            f"schedule={name} has one chunk per rank, so vpp={chunks} must be 1; the nearest "
+            f"schedule={name} has one chunk per rank, so vpp={chunks} does not fit it; the nearest "
             f"is vpp=1, or schedule={other}."
         )
 

@@ -15,7 +15,7 @@ from parallel3d.tensor_parallel.keys import NEEDS_SP
 PADDED = "the rows of the padded vocabulary"
 
 
-WITH_SP = "(because sp=true) model.seq_length"
+WITH_SP = "(as sp=true) model.seq_length"
 
 
 def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:

@@ -80,7 +80,7 @@ class ShardedModule(nn.Module, ABC):
             return None
         if not self.name:
             raise UserError(
-                f"{type(self).__name__}(seed={seed}) must have a name too, to distinguish its "
+                f"{type(self).__name__}(seed={seed}) must have a name as well, which tells its "
                 "weights from those of other layers; give name='mlp.up' or the like"
             )
         place = torch.get_default_device() if device is None else torch.device(device)

@@ -179,14 +179,14 @@ def test_a_users_model_attends_like_pytorch(size: int, pool: Pool) -> None:
         assert error < 1e-12
         begins = [
             "SplitSequences(lengths=[[4, 0], [4]]) must have a list of whole numbers from 1 on",
-            "SplitSequences(lengths=…) must describe sequences of equal length, not of 4 and 5",
-            "take(x) got an x of shape [2, 40], but must have shape [2, 41, …]",
+            "SplitSequences(lengths=…) must be of sequences of equal length, not of 4 and 5 tokens",
+            "take(x) of shape [2, 40] must begin with 2 sequences of 41 tokens",
             "context_parallel_attention(style='rings') must be gather, heads or ring; the nearest "
             "is style='ring'",
-            "context_parallel_attention(group=…) has ranks [",
+            "context_parallel_attention(group=…) of ranks [",
             "context_parallel_attention(q) of shape [2, 6, ",
-            "context_parallel_attention(k, v) of shapes [",
-            "context_parallel_attention(style='heads') cannot split 1 query heads",
+            "context_parallel_attention(k, v) of 2 and 3 heads must have as many heads each",
+            f"context_parallel_attention(style='heads') over {size} ranks must divide 1 query",
         ]
         for sentence, begin in zip(said, begins, strict=True):
             assert sentence.startswith(begin) and ("give" in sentence or "nearest" in sentence)

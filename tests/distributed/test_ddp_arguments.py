@@ -283,7 +283,7 @@ def listed() -> None:
         assert usual.bucket_bytes_cap_list == []
         assert len(usual.averager.buckets) == 6
     for wrong in ([1, -1], [1, "2"], [True], [float("nan")]):
-        with pytest.raises(ValueError, match="must hold sizes in MiB"):
+        with pytest.raises(ValueError, match="must hold numbers of MiB"):
             DistributedDataParallel(Layers(), bucket_cap_mb_list=wrong)
 
 

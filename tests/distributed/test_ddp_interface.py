@@ -312,10 +312,10 @@ SENTENCES = {
     "frozen": "no parameter that requires a gradient",
     "none on one": (
         "the ranks' modules differ: rank 0 has parameter 0.weight (shape [3, 4], strides [4, 1], "
-        "torch.float32, requires_grad=True), but rank 1 has nothing more"
+        "torch.float32, requires_grad=True), rank 1 has nothing more"
     ),
-    "shape": "requires_grad=True), but rank 1 has parameter 0.weight (shape [6, 4], ",
-    "name": ", but rank 1 has parameter top.weight (",
+    "shape": "torch.float32, requires_grad=True), rank 1 has parameter 0.weight (shape [6, 4], ",
+    "name": ", rank 1 has parameter top.weight (",
     "longer": "rank 0 has parameter 1.weight (shape [3, 5], ",
     "type": "rank 1 has parameter 0.weight (shape [3, 4], strides [4, 1], torch.float64, ",
     "trained": "strides [4, 1], torch.float32, requires_grad=False)",

@@ -133,5 +133,7 @@ def test_averaging_gradients_twice_is_refused(pool: Pool) -> None:
     first, second = pool.run(2, refusals)
     assert first == second
     pipeline, ddp = first
-    assert pipeline.startswith("UserError: Pipeline(dp=…) must not get modules under fully_shard")
+    assert pipeline.startswith(
+        "UserError: Pipeline(dp=…) must be without modules under fully_shard"
+    )
     assert ddp.startswith("ValueError: parameter 0.weight is a DTensor, made by fully_shard")

@@ -320,7 +320,7 @@ def partial_under_fsdp() -> list[str]:
 
 def test_a_partial_gradient_under_fully_shard_is_refused(pool: Pool) -> None:
     for clipped, summed, mended in pool.run(4, partial_under_fsdp):
-        assert "their gradients, which must be equal, differ between ranks" in clipped
+        assert "whose gradients must be equal on all ranks and differ" in clipped
         assert "sum_gradients_over: weight must not be under fully_shard" in summed
         assert mended == ""
 
@@ -415,13 +415,13 @@ def test_a_norm_that_would_be_wrong_is_refused_on_every_rank(pool: Pool) -> None
     first, second = pool.run(2, refusals)
     assert first[1:] == second[1:]
     wanted = (
-        "UserError: clip_grad_norm_ got no parameters on rank 0",
+        "UserError: clip_grad_norm_ got no parameter on rank 0",
         "UserError: clip_grad_norm_(norm_type=-2.0) must be above 0 or inf",
         "UserError: clip_grad_norm_(max_norm=-1.0) must be at least 0",
         "UserError: group='tp' must be a group",
         "UserError: clip_grad_norm_(groups=…) must be groups over which all parameters are split",
         "",
-        "UserError: clip_grad_norm_ got parameters that every rank holds, but their gradients",
+        "UserError: clip_grad_norm_ got parameters that every rank holds, whose gradients must",
         "RuntimeError: the norm of order 2.0 of the gradients is not finite",
         "UserError: clip_grad_norm_ got a sparse gradient",
         "UserError: clip_grad_norm_ got parameters of a Trainer",

@@ -11,7 +11,7 @@ from parallel3d.comm.collectives import all_reduce
 # If rank 1 passes other arguments than the other ranks, they come second.
 BAD = (
     ({"tp": 3}, {}, "init(tp=3) must divide the world's 4 ranks; the nearest is tp=2"),
-    ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 4 ranks / 2 = 2; "),
+    ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 2 ranks of each of 2 parts; "),
     ({"dp": 3}, {}, "init(dp=3) must be 4, since the world has 4 ranks and tp × pp is 1; "),
     ({"tp": None, "pp": None, "dp": 2}, {}, "init(pp=None, tp=None) must leave at most one size"),
     ({"tp": 0}, {}, "init(tp=0) must be a whole number from 1 on; the nearest is tp=1"),

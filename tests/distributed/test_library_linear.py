@@ -19,7 +19,7 @@ BAD = (
     (lambda: p3d.ColumnParallelLinear(6, 9), "(out_features=9) must be a multiple of the 4 "),
     (lambda: p3d.RowParallelLinear(6, 8), "(in_features=6) must be a multiple of the 4 ranks"),
     (lambda: p3d.VocabParallelEmbedding(0, 8), "(num_embeddings=0) must be a multiple of the 4"),
-    (lambda: p3d.ColumnParallelLinear(8, 8, seed=1), "(seed=1) must have a name too"),
+    (lambda: p3d.ColumnParallelLinear(8, 8, seed=1), "(seed=1) must have a name as well"),
     (lambda: p3d.RowParallelLinear(8, 8)(torch.zeros(3, 8)), "got 8 features, but must get this"),
     (lambda: p3d.VocabParallelEmbedding(8, 2)(torch.tensor([3, 8])), "id 8 must be in 0 … 7"),
     (lambda: p3d.RowParallelLinear(8, 8, "tp"), "group='tp' must be a group that this rank is in"),

@@ -235,12 +235,8 @@ STEPS = (  # misbehaviour of stage 1, inputs, targets, the ranks that raise, the
 MAKES = (
     (dict(split=(1, 1)), {}, "Pipeline(split=[1, 1]) must give each of 3 stages at least one of"),
     (dict(schedule="1f2b"), {}, "schedule=1f2b is not known: choose one of gpipe, 1f1b, "),
-    (dict(vpp=2), {}, "schedule=1f1b has one chunk per rank, so vpp=2 must be 1; "),
-    (
-        dict(schedule="zbv"),
-        {},
-        "the pipeline has 4 modules, but must have at least one for each of its 6",
-    ),
+    (dict(vpp=2), {}, "schedule=1f1b has one chunk per rank, so vpp=2 does not fit it; "),
+    (dict(schedule="zbv"), {}, "the pipeline's 4 modules must be at least as many as its 6 stag"),
     (dict(num_microbatches=0), {}, "Pipeline(num_microbatches=0) must be a whole number from 1"),
     (
         dict(),

@@ -159,7 +159,7 @@ def test_means_that_would_be_wrong_are_refused_on_every_rank(pool: Pool) -> None
     wanted = [
         *(case[5] for case in CASES),
         *["the loss_fn of a Pipeline has class weights"] * 2,
-        "Pipeline(weight=…) must have a loss_fn as well",
+        "Pipeline(weight=…) reads the targets of loss_fn",
         *("", HOLD),  # also in a later step
     ]
     first, second = pool.run(2, answers)

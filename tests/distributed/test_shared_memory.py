@@ -122,8 +122,8 @@ def other_size(size: int) -> str:
 
 def test_tensors_of_different_sizes_are_refused_on_both_ranks(pool: Pool) -> None:
     assert pool.run(2, other_size, 2) == [
-        "member 1 of the group passed 16 bytes to a collective, but this rank passed 12",
-        "member 0 of the group passed 12 bytes to a collective, but this rank passed 16",
+        "member 1 of the group brought 16 bytes to a collective, but this rank 12",
+        "member 0 of the group brought 12 bytes to a collective, but this rank 16",
     ]
 
 

@@ -223,17 +223,17 @@ def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
     first, second = pool.run(2, refusals, str(tmp_path))
     assert first == second
     wanted = (
-        "step-00000001 already exists, but must be new; give another step",
+        "step-00000001 is there already, but must be new; give another step",
         "save(step=-1) must be a whole number",
         "save(extra=…) must be JSON",
         "1._extra_state is a dict, but must be a tensor",
         "parameter/1.weight has type torch.complex64, but must have one that a checkpoint",
         "parameter/weight has shape [3, 2] on rank 1, but must have [2, 2]",
-        "but must have the parameter's shape, (6, 5); use an optimizer such as AdamW",
-        "not in the module, but must have only parameters of the module",
+        "but must have that of the parameter, (6, 5); use an optimizer such as AdamW",
+        "not in the module, but must have parameters of it alone",
         "load(step=7) must be a checkpoint in",
-        "parameter/0.weight has shape (3, 2) in ",
-        "has no 2.bias, which this model has; the nearest is",
+        "has parameter/0.weight of shape (3, 2), but must have it of shape (4, 2)",
+        "has no 2.bias, but must be of this model; the nearest is",
         "was saved from an optimizer with 1 parameter groups, but this optimizer has 2",
         "No space left on device",
         "is not what was written; give another step",
@@ -310,7 +310,7 @@ def test_a_manifest_of_somebody_else_is_refused(script: Any, tmp_path: Path) -> 
     manifest = read_manifest(path)
     file.unlink()
     write_manifest(path, dataclasses.replace(manifest, config={"script": script}))
-    with pytest.raises(p3d.UserError, match=r"must be a checkpoint written by parallel3d\.save"):
+    with pytest.raises(p3d.UserError, match=r"must be a checkpoint of parallel3d\.save"):
         p3d.load(tmp_path, layer, torch.optim.SGD(layer.parameters(), lr=0.1))
 
 

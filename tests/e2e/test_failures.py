@@ -88,7 +88,7 @@ def assert_stopped_and_saved(shell: Shell, ended: Ended, number: signal.Signals)
     """Asserts that the last reported step is in metrics.jsonl, and has a checkpoint."""
     last = (
         rf"parallel3d: stopped by {number.name} after step (\d+) of 100000; "
-        "saved: run=mine continues there"
+        "saved: run=mine resumes from there"
     )
     step = re.fullmatch(last, ended.errors[-1])
     assert step, ended.err

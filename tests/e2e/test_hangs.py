@@ -66,7 +66,7 @@ def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) ->
     assert (first.returncode, second.returncode) == (-signal.SIGKILL, 1)
     assert re.fullmatch(
         rf"parallel3d: hang: rank 0 \(pp 0, dp 0, tp 0\) on {HOST} is stopped \(SIGSTOP\), and the "
-        r"store that it holds does not answer: rank 1 waits in all_reduce \d+ of tp \S+ in train "
+        r"store that it hosts does not answer: rank 1 waits in all_reduce \d+ of tp \S+ in train "
         r"step 3, for \d+ s \(stacks: \S+\)",
         err.splitlines()[-1],
     )

@@ -22,12 +22,15 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) 
     ended = shell.run(*PARALLEL3D, *words(shell, "dp=2", *SETTINGS, "train.steps=20", large))
     assert ended.code == 1
     assert (
-        ended.err.count("defaults for a model of 859 k: data=text (bytes); parallel3d recipes") == 1
+        ended.err.count(
+            "defaults for a model of 859 k: data=text (read as bytes); parallel3d recipes"
+        )
+        == 1
     )
     assert "restart" not in ended.err  # a restart would only repeat it
     assert re.search(
         r"TrainingFailure: step 7: gradients were not finite for 3 steps in a row; "
-        rf"the first bad gradient in the model's order is of \S+ on rank 1 \(.*\) on {HOST}",
+        rf"the first bad gradient in the model's order is that of \S+ on rank 1 \(.*\) on {HOST}",
         ended.errors[-1],
     )
     rows = [r for r in rows_of(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
@@ -49,7 +52,7 @@ def test_a_run_rolls_back_bad_steps_and_names_a_drifted_replica(shell: Shell) ->
     drifted = [e for e in ended.errors if "drifted" in e]
     assert re.fullmatch(
         rf"parallel3d: step 10: rank 0 \(.*cp 0.*\) on {HOST} and rank 1 \(.*cp 1.*\) on {HOST} "
-        r"drifted apart: they hold different \S+, replicated over dp_cp",
+        r"drifted apart: \S+, which is replicated over dp_cp, differs",
         drifted[0],
     )
     assert len(drifted) == 3  # steps 10, 11 and 12: nothing repairs it

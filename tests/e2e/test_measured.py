@@ -76,7 +76,7 @@ REFUSED = {
                      "layout=auto needs .*cluster=laptop names none; the nearest is cluster=local"),
     "heads": ("train", ("layout=auto", "model.hidden_size=100"), "hidden_size=100 .*nearest"),
     "a schedule": ("train", ("layout=auto", "schedule=auto"), "schedule=auto must be .*1f1b"),
-    "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*such as dp=2"),
+    "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*is dp=2"),
     "verify": ("verify", ("layout=auto",), "layout=auto only works in parallel3d train"),
     "a file for others": ("topology", (f"cluster={FILE}",), f"cluster={FILE} must be one of"),
     "experts": ("plan", ("model=moe_tiny",),

@@ -125,7 +125,10 @@ def test_a_run_resumes(shell: Shell) -> None:
     assert "taken over from its last start" in kept_keys
     assert "optim.state bf16 → fp32" in resumed and "optim.ema_decay 0.9 → None" in resumed
     assert dropped == "parallel3d: optim.ema_decay=null: the average of the weights is dropped"
-    assert "is not what was written: it is now damaged-step-00000006, and the" in damaged
+    assert (
+        "is not what was written: the checkpoint is renamed to damaged-step-00000006, and the"
+        in damaged
+    )
     assert resumed.startswith("parallel3d: run=mine resumes at step 5; layout: ")
     assert "dp 2 → 1" in resumed and "zero 1 → 0" in resumed
     for ours, theirs in zip(curve(runs / "mine"), curve(runs / "whole"), strict=False):
@@ -186,7 +189,7 @@ def test_a_full_disk_is_reported_and_training_continues(shell: Shell) -> None:
     ended = shell.run(*limited, *given.values())
     assert ended.code == 1
     for step in (1, 2, 3):
-        said = f"step-0000000{step} could not be written: File too large (rank 0); there is none"
+        said = f"step-0000000{step} could not be written: File too large (rank 0); there is no"
         assert any(said in line for line in ended.errors), ended.err
     assert "the last checkpoint was not written" in ended.errors[-1]
     run = shell.cwd / "runs" / "full"

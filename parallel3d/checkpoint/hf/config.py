@@ -421,7 +421,7 @@ def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
     if width % 2:
         raise UserError(f"config.json has heads of {width} dimensions: RoPE needs an even number")
     if family.usual_heads and width != usual:
-        raise keys.error("head_dim", width, f"its norms need heads of {usual} dimensions")
+        raise keys.error("head_dim", width, f"{family.title} needs heads of {usual} dimensions")
     return width
 
 
@@ -442,7 +442,7 @@ def _attention(keys: Keys, family: Family) -> dict[str, Any]:
     if family.out_bias_key is not None and keys.get(family.out_bias_key, False, bool):
         if not biased:
             raise keys.error(
-                family.out_bias_key, True, f"it must be false without {family.bias_key}"
+                family.out_bias_key, True, f"it must be false unless {family.bias_key} is true"
             )
         words = "all"
     if not family.has_mlp_bias:

@@ -173,8 +173,8 @@ def notices_of(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
         return ()
     if (aux := Keys(config).get(AUX, 0.0, float)) > 0:
         found.append(
-            f"config.json has {AUX}={aux:g}: transformers' auxiliary loss counts a micro-batch and "
-            "all layers together, so that it depends on the layout; it is left out, but "
+            f"config.json has {AUX}={aux:g}: this auxiliary loss is left out, because transformers "
+            "computes it over a micro-batch and all layers, so it would depend on the layout; "
             "moe.aux_loss=… adds such a loss for each sequence"
         )
     if (later := mtp_layers(config, family)) > 0:

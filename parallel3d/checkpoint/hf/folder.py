@@ -385,7 +385,7 @@ def _files(folder: Path) -> list[Path]:
         return _indexed(folder, paths)
     if pickles := sorted(path.name for path in folder.glob("*.bin")):
         raise UserError(
-            f"from={folder} holds {pickles[0]}, which is a pickle and could run anything: "
+            f"from={folder} holds {pickles[0]}, which is a pickle and could run any code: "
             "parallel3d only reads safetensors; save the model again with save_pretrained"
         )
     raise UserError(f"from={folder} holds no {WEIGHTS} and no {INDEX}")
@@ -401,8 +401,8 @@ def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
     shards = [name for name in names if DISTRIBUTED.match(name)]
     if shards:
         raise UserError(
-            f"from={folder} holds {shards[0]}, a part of a distributed checkpoint of transformers, "
-            "which parallel3d does not read: save the model again with save_pretrained"
+            f"from={folder} holds {shards[0]}, and parallel3d cannot read distributed checkpoints "
+            "written by transformers: save the model again with save_pretrained"
         )
 
 
@@ -466,8 +466,8 @@ def _match(
         there = where[key].get_slice(key)
         if tuple(there.get_shape()) != tensor.shape:
             raise UserError(
-                f"from={folder}: {key} has shape {tuple(there.get_shape())}, but by config.json "
-                f"it must be {tensor.shape}"
+                f"from={folder}: {key} has shape {tuple(there.get_shape())}, but config.json "
+                f"requires {tensor.shape}"
             )
         if there.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise UserError(

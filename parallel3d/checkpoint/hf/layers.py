@@ -13,6 +13,7 @@ from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.dialect import FULL, FULL_NOPE, SLIDING, SLIDING_NOPE
+from parallel3d.text import count
 
 THEIR_FULL, THEIR_SLIDING = "full_attention", "sliding_attention"
 TYPES, WINDOW, SWITCH, LAST = (
@@ -79,9 +80,9 @@ def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict
         word = THEIR_SLIDING if any(usual) else THEIR_FULL
         raise keys.error(TYPES, types, f"with {WINDOW}={size} every layer must be {word}")
     if any(slides) and size is None:
-        off = " and use_sliding_window=true" if windows.switch else ""
+        off = " and use_sliding_window must be true" if windows.switch else ""
         raise UserError(
-            f"config.json has layers of {THEIR_SLIDING}, which need a whole number as {WINDOW}{off}"
+            f"config.json has {THEIR_SLIDING} layers: {WINDOW} must be a whole number{off}"
         )
     if windows.nope and size is not None:
         rotated = slides
@@ -95,7 +96,7 @@ def _read_types(keys: Keys, layers: int) -> list[bool] | None:
     """Returns which layers have a window in layer_types, or None if config.json lacks this key."""
     kinds = keys.get("attn_type_list", None, list)  # MiniMax's key; 1 is full attention
     if kinds is not None and any(one != 1 for one in kinds):
-        raise keys.error("attn_type_list", kinds, "every layer must be 1")
+        raise keys.error("attn_type_list", kinds, "every entry must be 1")
     types = keys.get(TYPES, None, list)
     if types is None:
         return None
@@ -103,7 +104,8 @@ def _read_types(keys: Keys, layers: int) -> list[bool] | None:
         Keys({TYPES: layer_type}).require(TYPES, (THEIR_FULL, THEIR_SLIDING), None)
     if len(types) != layers:
         raise UserError(
-            f"config.json has layer_types of {len(types)} layers, but num_hidden_layers={layers}"
+            f"config.json has layer_types for {count(len(types), 'layer')}, but "
+            f"num_hidden_layers={layers}"
         )
     return [layer_type == THEIR_SLIDING for layer_type in types]
 
@@ -117,7 +119,7 @@ def _read_rotated(keys: Keys, period: int, layers: int) -> list[bool]:
             raise keys.error(INTERVAL, interval, "it must be at least 1")
         return [(layer + 1) % interval != 0 for layer in range(layers)]
     if len(listed) < layers or any(type(one) is not int or one not in (0, 1) for one in listed):
-        raise keys.error(ROTATED, listed, f"it must be 0 or 1 for each of {layers} layers")
+        raise keys.error(ROTATED, listed, f"it must have 0 or 1 for each of the {layers} layers")
     return [one == 1 for one in listed[:layers]]
 
 

@@ -13,7 +13,7 @@ WORDS = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
-    str: "a word",
+    str: "a string",
     dict: "an object",
     list: "a list",
 }

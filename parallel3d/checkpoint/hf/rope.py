@@ -60,10 +60,10 @@ def read_rope(
     for key, value in content.items():
         if isinstance(value, dict):
             raise UserError(
-                f"config.json has rope_parameters of its own for {key}, which our model cannot "
+                f"config.json has separate rope_parameters for {key}, which our model cannot "
                 "express: all layers must have the same rope_parameters"
             )
-    rope = Keys(content, "rope_parameters of config.json")
+    rope = Keys(content, "the object rope_parameters of config.json")
     found = _read(keys, rope, family, positions, width, keys.get(THETA, family.base, float))
     if family.has_temperature:
         beta = rope.get(BETA, None, float)
@@ -88,7 +88,7 @@ def _read_by_kind(
     width: int,
     slides: bool,
 ) -> dict[str, Any]:
-    by_kind = Keys(new or {}, "rope_parameters of config.json")
+    by_kind = Keys(new or {}, "the object rope_parameters of config.json")
     # transformers uses the top-level base for full layers only; for the base of layers with a
     # window, a family has another key or none.
     bases = {THEIR_FULL: keys.get(THETA, family.base, float), THEIR_SLIDING: family.local_base}
@@ -99,7 +99,7 @@ def _read_by_kind(
         content = by_kind.get(kind, {KIND: "default"}, dict, null={KIND: "default"})
         if kind == THEIR_FULL:
             content = {**content, **(old or {})}
-        rope = Keys(content, f"rope_parameters of config.json for {kind}")
+        rope = Keys(content, f"the object rope_parameters.{kind} of config.json")
         # transformers reads this key at the top level only, so that it would have no effect here.
         rope.require("truncate", (True,), True)
         found[kind] = _read(keys, rope, family, positions, width, base)
@@ -110,8 +110,9 @@ def _read_by_kind(
         return full
     if sliding.keys() != {"rotary_base"}:
         raise UserError(
-            f"config.json has rope_parameters with a scaling for {THEIR_SLIDING} that "
-            f"{THEIR_FULL} does not have, which our model cannot express: {KIND} must be default"
+            f"config.json has a RoPE scaling for {THEIR_SLIDING} that differs from that for "
+            f"{THEIR_FULL}, which our model cannot express: {KIND} of {THEIR_SLIDING} must be "
+            "default"
         )
     return full | {"sliding_rotary_base": sliding["rotary_base"]}
 
@@ -243,7 +244,9 @@ def _longrope(
         factors = rope.get(theirs, [], list)
         if len(factors) != turned // 2 or not all(_is_positive(one) for one in factors):
             raise rope.error(
-                theirs, factors, f"it must be {turned // 2} numbers above 0, one for each pair"
+                theirs,
+                factors,
+                f"it must be {turned // 2} numbers above 0, one for each pair of dimensions",
             )
         found[ours] = [float(one) for one in factors]
     return found

@@ -127,11 +127,9 @@ def test_stages_of_a_configuration_are_its_chunks_in_the_order_of_the_model() ->
 
 @pytest.mark.parametrize("given", [None, [1, 1, 1, 1]])
 def test_more_chunks_than_layers_is_the_users_error(given: list[int] | None) -> None:
-    with pytest.raises(
-        UserError, match=r"pp=2 × vpp=2 gives more stages .*num_layers=3.*pp=1 or less"
-    ):
+    with pytest.raises(UserError, match=r"pp=2 × vpp=2 stages are .*num_layers=3.*pp=1 or less"):
         _ = Blueprint.of(pipeline("interleaved", 2, 2, 3, given)).stages
-    with pytest.raises(UserError, match=r"pp=2 × vpp=4 gives more .*=3.*pp=1 and vpp=3 or less"):
+    with pytest.raises(UserError, match=r"pp=2 × vpp=4 stages are .*=3.*pp=1 and vpp=3 or less"):
         _ = Blueprint.of(pipeline("interleaved", 2, 4, 3, given)).stages
 
 

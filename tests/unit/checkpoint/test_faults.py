@@ -236,7 +236,7 @@ def test_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
     second, said = started(tmp_path, "b")
     assert len(said) == 1 and f"process {os.getpid()}" in said[0] and "without locks" in said[0]
     outcome = save(first, 6)
-    assert outcome.is_overtaken and "was taken over by the start of" in outcome.problem
+    assert outcome.is_overtaken and "was taken over by another start, at" in outcome.problem
     assert save(second, 6) == SaveResult()
     load(tmp_path / CHECKPOINTS / step_folder(6))
     assert save(first, 9).is_overtaken

@@ -243,7 +243,7 @@ def test_planted_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     for number, name in enumerate((".metadata", "data.pkl", "__0_0.distcp")):
         folder = make(tmp_path / str(number), 3)
         (folder / name).write_bytes(payload)
-        with pytest.raises(DamagedCheckpoint, match="which was not saved"):
+        with pytest.raises(DamagedCheckpoint, match="holds unexpected files"):
             load(folder)
     folder = make(tmp_path / "fitting", 3)
     manifest = read_manifest(folder)
@@ -253,7 +253,7 @@ def test_planted_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     (folder / "rank-00001.safetensors").write_bytes(content)
     digest = FileDigest("rank-00001.safetensors", len(content), hashlib.sha256(content).hexdigest())
     write_manifest(folder, dataclasses.replace(manifest, files=(manifest.files[0], digest)))
-    with pytest.raises(DamagedCheckpoint, match="is not a checkpoint file of parallel3d"):
+    with pytest.raises(DamagedCheckpoint, match="is not a checkpoint file written by parallel3d"):
         load(folder)
     assert not ran.exists()
 

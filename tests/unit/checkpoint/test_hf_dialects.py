@@ -241,7 +241,7 @@ def test_bases_and_scalings_are_those_of_transformers(
     [
         ({"model_type": "gemma2"}, "attn_logit_softcapping=50.0, which our model cannot express: "),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional"),
-        ({"model_type": "gemma3_text", "sliding_window": None}, "need a whole number as sliding_"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window must be a whole"),
         ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
         (
             {

@@ -221,11 +221,11 @@ def test_a_low_frequency_factor_above_the_high_one_is_refused(low: float) -> Non
         (
             "llama",
             {"rope_parameters": {"mscale": 2.0}},
-            "rope_parameters of config.json has mscale",
+            "the object rope_parameters of config.json has mscale",
         ),
         ("llama", {"num_attention_heads": 5}, "not a multiple of num_attention_heads=5"),
         ("llama", {"head_dim": 9}, "heads of 9"),
-        ("llama", {"layer_types": ["full_attention"]}, "layer_types of 1 layers"),
+        ("llama", {"layer_types": ["full_attention"]}, "layer_types for 1 layer, but"),
         ("llama", {"eos_token_id": [1, "2"]}, "eos_token_id=[1,2]"),
         ("qwen2", {"attention_bias": False}, "attention_bias=false"),
         ("qwen2", {"head_dim": None}, "head_dim=null"),
@@ -248,7 +248,7 @@ def test_a_key_that_is_not_understood_is_refused(
     ("name", "said"),
     [
         ("adapter_config.json", "merge it into the weights"),
-        ("shard-00000-model-00001-of-00001.safetensors", "a part of a distributed checkpoint"),
+        ("shard-00000-model-00001-of-00001.safetensors", "cannot read distributed checkpoints"),
     ],
 )
 def test_files_that_transformers_would_read_instead_are_refused(name: str, said: str) -> None:

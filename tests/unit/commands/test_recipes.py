@@ -256,21 +256,21 @@ def test_python_refuses_what_a_recipe_leaves_open() -> None:
         (
             ["model=llama3_1_8b"],
             "precision=fp32, optim.lr=0.001, optim.lr_warmup_steps=0, global_batch_size=16, "
-            "data=stdlib (bytes)",
+            "data=stdlib (read as bytes)",
         ),
         (
             ["model=gpt2_124m", "optim.lr=6e-4", "global_batch_size=512"],
-            "precision=fp32, optim.lr_warmup_steps=0, data=stdlib (bytes)",
+            "precision=fp32, optim.lr_warmup_steps=0, data=stdlib (read as bytes)",
         ),
         (
             ["model=gpt2_124m", "optim.lr_warmup_fraction=0.1", "data.tokenizer=gpt2.json"],
             "precision=fp32, optim.lr=0.001, global_batch_size=16",
         ),
-        (["model=gpt2_124m", "precision=bf16", "optim.lr=6e-4"], "data=stdlib (bytes)"),
+        (["model=gpt2_124m", "precision=bf16", "optim.lr=6e-4"], "data=stdlib (read as bytes)"),
         (["experiment=megatron_345m", "data.tokenizer=gpt2.json"], ""),
         (["model=gpt_tiny"], ""),
         (["model=llama_tiny", "model.vocab_size=320"], ""),
-        (["model.vocab_size=128256"], "data=stdlib (bytes)"),
+        (["model.vocab_size=128256"], "data=stdlib (read as bytes)"),
     ],
 )
 def test_a_large_model_reports_each_default_of_the_small_one(

@@ -221,7 +221,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (
         {"optim.groups": {"layers.*": {"lr_mult": 2}, "layers.0.*": {"lr_mult": 1}}},
         None,
-        ["optim.groups={layers.0.*:", "the first match counts; give it first"],
+        ["optim.groups={layers.0.*:", "the first that matches counts; give it first"],
     ),
     ({"init_optimizer": True}, None, ["init_optimizer=true", "nearest is init_optimizer=false"]),
     (
@@ -358,7 +358,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         | {"model.sliding_rotary_base": 50.0}
         | ROPE,
         None,
-        ["model.sliding_rotary_base=50.0", "no such layer uses RoPE", "sliding_rotary_base=null"],
+        ["model.sliding_rotary_base=50.0", "none is rotated", "sliding_rotary_base=null"],
     ),
     (
         {"model.max_position_embeddings": 128},
@@ -518,9 +518,13 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["must end with global_batch_size=16", "nearest is global_batch_size=8."],
     ),
-    ({"train.batch_schedule": {1: 8, 9: 16}}, None, ["increase from 0", "batch_schedule={0:16}."]),
-    ({"train.batch_schedule": {0: 8, 9: 8, 4: 16}}, None, ["increase from 0"]),
-    ({"train.batch_schedule": {0: 8, "soon": 16}}, None, ["increase from 0"]),
+    (
+        {"train.batch_schedule": {1: 8, 9: 16}},
+        None,
+        ["the first of them 0", "batch_schedule={0:16}."],
+    ),
+    ({"train.batch_schedule": {0: 8, 9: 8, 4: 16}}, None, ["the first of them 0"]),
+    ({"train.batch_schedule": {0: 8, "soon": 16}}, None, ["the first of them 0"]),
     ({"train.batch_schedule": {0: 8.5, 9: 16}}, None, ["the global batch 8.5", "is 4."]),
     (
         {"pp": 2, "schedule.name": "auto", "train.batch_schedule": {0: 8, 9: 16}},
@@ -530,7 +534,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (
         {"train.noise_scale": True, "dp": 1, "train.batch_schedule": {0: 4, 9: 16}},
         None,
-        ["batch of 4 in train.batch_schedule is one micro-batch", "one of 8 there."],
+        ["batch of 4 in train.batch_schedule is a single micro-batch", "nearest is a batch of 8."],
     ),
     # profile
     ({"profile.steps": [4]}, None, ["profile.steps=[4]", "two numbers", "profile.steps=[4,4]."]),
@@ -542,6 +546,11 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["profile.steps=[9,700]", "from 1 to train.steps=600", "nearest is profile.steps=[9,600]."],
     ),
     ({"profile.steps": [0, 2]}, None, ["profile.steps=[0,2]", "nearest is profile.steps=[1,2]."]),
+    (
+        {"profile.steps": [0, 2], "train.steps": None, "train.epochs": 1.0},
+        None,
+        ["must be two numbers from 1 on, the first", "nearest is profile.steps=[1,2]."],
+    ),
     (
         {"profile.steps": [1, 2], "profile.ranks": [1, 4]},
         4,
@@ -556,7 +565,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"profile.ranks": [0, -1]}, None, ["profile.ranks=[0,-1]", "nearest is profile.ranks=[0]."]),
     ({"profile.ranks": []}, None, ["profile.ranks=[]", "all or a list", "profile.ranks=[0]."]),
     ({"profile.ranks": 2}, None, ["profile.ranks=2", "nearest is profile.ranks=[0]."]),
-    ({"profile.memory": True}, None, ["profile.memory=true", "nearest is profile.steps=[10,12]."]),
+    ({"profile.memory": True}, None, ["profile.memory=true", "example, profile.steps=[10,12]."]),
     # run
     ({"run": ""}, None, ["run=''", "plain name"]),
     ({"run": "../elsewhere"}, None, ["run=../elsewhere", "runs_dir=runs"]),

@@ -63,7 +63,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
     "802": (Host(driver=Driver(802)), 1, r"802 CUDA_ERROR_SYSTEM_NOT_READY\): start the fabric"),
     "803": (Host(driver=Driver(803)), 1, "803 CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
     "999": (Host(driver=Driver(999)), 1, "999 CUDA_ERROR_UNKNOWN"),
-    "2": (Host(driver=Driver(2)), 1, r"2 CUDA_ERROR_OUT_OF_MEMORY\): its memory is full"),
+    "2": (Host(driver=Driver(2)), 1, r"2 CUDA_ERROR_OUT_OF_MEMORY\): a GPU's memory is full"),
     "34": (Host(driver=Driver(34)), 1, "34 CUDA_ERROR_STUB_LIBRARY"),
     "46": (Host(driver=Driver(46)), 1, "46 CUDA_ERROR_DEVICE_UNAVAILABLE"),
     "805": (Host(driver=Driver(805)), 1, "805 CUDA_ERROR_MPS_CONNECTION_FAILED"),
@@ -170,12 +170,12 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
     "ROCR and HIP": (
         Host("hip", environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}),
         1,
-        "ROCR_VISIBLE_DEVICES=1 leaves GPUs 0 to 0, but HIP_VISIBLE_DEVICES=1 names others",
+        "ROCR_VISIBLE_DEVICES=1 leaves 1 GPU, numbered from 0, but HIP_VISIBLE_DEVICES=1 names",
     ),
     "ROCR and CUDA": (
         Host("hip", environ={"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}),
         2,
-        "leaves GPUs 0 to 1, but CUDA_VISIBLE_DEVICES=4,5 names others",
+        "leaves 2 GPUs, numbered from 0, but CUDA_VISIBLE_DEVICES=4,5 names others",
     ),
     "HIP takes two of the three that ROCR leaves": (
         Host(
@@ -303,7 +303,7 @@ def test_ranks_of_a_launcher_may_each_see_their_own(tmp_path: Path) -> None:
             assert choice.line.startswith("device: 4 of 4 GPUs of this host, NVIDIA H100")
             seen.append(("h", gpu_of_rank("cuda:0", os.environ)))
     assert shared_gpu(seen) is None
-    assert "ranks 0 and 4 of host h compute on one GPU" in str(shared_gpu([*seen, seen[0]]))
+    assert "ranks 0 and 4 of host h use the same GPU" in str(shared_gpu([*seen, seen[0]]))
 
 
 def test_ranks_share_a_gpu_if_nccls_variable_allows_it(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_the_driver_is_asked_in_another_process_which_passes_errors_and_crashes(
     failed = gpus.in_subprocess(lambda: (_ for _ in ()).throw(ImportError("no libamdhip64.so")))
     assert failed.error == "ImportError: no libamdhip64.so"
     crashed = gpus.in_subprocess(lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore
-    assert crashed.error == "the process that asked for GPUs ended by SIGKILL"
+    assert crashed.error == "the process that asked for GPUs ended with SIGKILL"
 
 
 def test_a_process_that_has_used_cuda_asks_the_driver_itself(tmp_path: Path) -> None:
@@ -396,9 +396,9 @@ def test_a_process_that_has_used_cuda_asks_the_driver_itself(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("value", "precision", "said"),
     [
-        ("1", "fp32", "NVIDIA_TF32_OVERRIDE=1 makes cuBLAS compute in tf32, .* precision=tf32"),
+        ("1", "fp32", "NVIDIA_TF32_OVERRIDE=1 makes cuBLAS compute in tf32 .* precision=tf32"),
         ("2", "fp32", "NVIDIA_TF32_OVERRIDE=2"),
-        ("0", "tf32", "NVIDIA_TF32_OVERRIDE=0 makes cuBLAS compute in fp32, .* precision=fp32"),
+        ("0", "tf32", "NVIDIA_TF32_OVERRIDE=0 makes cuBLAS compute in fp32 .* precision=fp32"),
         ("1", "tf32", None),
         ("0", "fp32", None),
         ("1", "bf16", None),
@@ -431,11 +431,11 @@ WORLDS = [
     (GPU_HOST, "nccl", "cuda:nccl", "cuda", "cuda:0"),
     (GPU_HOST, BOTH, BOTH, "cpu", "cpu"),
     (GPU_HOST, "gloo", "cpu:gloo,cuda:gloo", "auto", "cpu"),
-    (GPU_HOST, "gloo", "cpu:gloo,cuda:gloo", "cuda", "has a backend in this process"),
-    (GPU_HOST, "nccl", "cuda:nccl", "cpu", "has a backend in this process"),
+    (GPU_HOST, "gloo", "cpu:gloo,cuda:gloo", "cuda", "no backend for it"),
+    (GPU_HOST, "nccl", "cuda:nccl", "cpu", "no backend for it"),
     (LAPTOP, "gloo", "cpu:gloo", "auto", "cpu"),
     (LAPTOP, UNTYPED, "cpu:gloo", "auto", "cpu"),
-    (LAPTOP, UNTYPED, "cpu:gloo", "cuda", "no GPU|has a backend"),
+    (LAPTOP, UNTYPED, "cpu:gloo", "cuda", "no GPU|no backend"),
     (Host(driver=Driver(802)), UNTYPED, BOTH, "auto", "802"),
     (Host("cpu", files=NVIDIA0), UNTYPED, "cpu:gloo", "auto", "a GPU is expected"),
     (Host("cpu", files=NVIDIA0), "gloo", "cpu:gloo", "auto", "cpu"),

@@ -69,16 +69,16 @@ OUTPUTS = [
     Said((RUN,), None),
     Said((), None, size=7),  # killed before its first block
     Said((), None, size=0),
-    Said((), "shows nothing"),
+    Said((), "shows no records"),
     Said((RUN, b'{"type": "History", "item": {"step": 4}}\n'), "'History'"),
-    Said((RUN, b'{"type": "history", "item": {"step": 4}}\n'), "another form"),
-    Said((RUN, b'{"type": "history", "history": {"item": {"_step": 4}}}\n'), "another form"),
-    Said((RUN, b'{"type": "history", "history": {"item": {"step": null}}}\n'), "another form"),
-    Said((RUN, b'[{"type": "history"}]\n'), "another form"),
-    Said((b'{"kind": "history"}\n',), "another form"),
-    Said((b"step 4\n",), "another form"),
-    Said((b'{"type": "run"', b"}\n"), "another form"),
-    Said((b"\xff\xfe\n",), "another form"),
+    Said((RUN, b'{"type": "history", "item": {"step": 4}}\n'), "unknown format"),
+    Said((RUN, b'{"type": "history", "history": {"item": {"_step": 4}}}\n'), "unknown format"),
+    Said((RUN, b'{"type": "history", "history": {"item": {"step": null}}}\n'), "unknown format"),
+    Said((RUN, b'[{"type": "history"}]\n'), "unknown format"),
+    Said((b'{"kind": "history"}\n',), "unknown format"),
+    Said((b"step 4\n",), "unknown format"),
+    Said((b'{"type": "run"', b"}\n"), "unknown format"),
+    Said((b"\xff\xfe\n",), "unknown format"),
 ]
 
 
@@ -180,8 +180,8 @@ def test_rows_that_a_changed_resume_replaces(
         return
     assert begun.id != id and begun.last is None
     (line,) = begun.lines
-    steps = f"steps {first} to 246 of its run {id} are" if first < 246 else "step 246 of its run"
-    assert steps in line and line.endswith(f"a run of its own, {begun.id}")
+    steps = f"steps {first} to 246 of the run {id} are" if first < 246 else "step 246 of the run"
+    assert steps in line and line.endswith(f"a new W&B run, {begun.id}")
     assert begin(run_dir, 1, decisive(now), {}).id == begun.id
 
 
@@ -226,7 +226,7 @@ def test_runs_of_one_shell_and_of_a_sweep_are_separate_runs(tmp_path: Path) -> N
     assert len({*shell, *agent}) == 6 and agent[0] == "agent-1"
     (tmp_path / "g").mkdir()
     (line,) = begin(tmp_path / "g", 1, KEYS, AGENT).lines
-    assert line.startswith("WANDB_RUN_ID=agent-1 is run d already")
+    assert line.startswith("WANDB_RUN_ID=agent-1 already belongs to run d")
 
 
 def test_a_copied_folder_is_a_separate_run(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_copied_folder_is_a_separate_run(tmp_path: Path) -> None:
     shutil.copytree(a, b)
     begun = begin(b, 10, KEYS, {})
     assert begun.id != made and begun.last is None
-    assert f"this run is a copy of {a}, which keeps its run {made}" in begun.lines[0]
+    assert f"this run is a copy of {a}, to which W&B's run {made}" in begun.lines[0]
     assert begin(a, 10, KEYS, {}) == (made, Row(9, False), False, ())
     assert session(b, config_of(), Row(12, False), 10, stamp="20260101_000001") == begun.id
     assert begin(b, 13, KEYS, {}) == (begun.id, Row(12, False), False, ())
@@ -264,7 +264,7 @@ def test_two_copies_of_a_deleted_folder_are_two_runs(tmp_path: Path) -> None:
     shutil.copytree(a, b)
     a.rename(c)
     begun = begin(b, 10, KEYS, {})
-    assert begun.id != made and f"a copy of {c}, which keeps" in begun.lines[0]
+    assert begun.id != made and f"a copy of {c}, to which" in begun.lines[0]
     assert begin(c, 10, KEYS, {}) == (made, Row(9, False), False, ())
 
 
@@ -336,7 +336,7 @@ def test_a_start_with_unknown_rows_becomes_a_separate_run(
         (folder / "run-2.wandb").touch()
     begun = begin(run_dir, 5, KEYS, {})
     assert begun.id != made and begun.last is None
-    assert f"it is not known which rows its run {made} has" in begun.lines[0]
+    assert f"it is unknown which rows the run {made} has" in begun.lines[0]
 
 
 def test_a_session_that_ended_well_needs_no_file(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_all_in_one_operation_is_nobodys_fault_that_we_know_of() -> None:
     states = {rank: on_device(rank, open_(operation(9))) for rank in range(4)}
     verdict = diagnose(states, {})
     assert verdict.kind == "unknown"
-    assert "all its ranks are in it too: a device" in verdict.sentence
+    assert "all ranks of its group are in it too: a device" in verdict.sentence
 
 
 def test_without_every_ranks_recorder_the_hosts_are_looked_at() -> None:

@@ -10,6 +10,7 @@ import torch
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.device.precision import LossScale
+from parallel3d.errors import TrainingFailure
 from parallel3d.faults.health import Health, bit_sum
 from parallel3d.trainer import StepResult
 
@@ -39,6 +40,29 @@ def test_spike_is_said_once_and_only_over_a_full_window() -> None:
         "step 60: loss 6.5000 is 3.2 times the median 2.0000 of the last 50 steps "
         "(recovery.spike_factor=3)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("saved_step", "why"),
+    [
+        (-1, "there is no checkpoint to go back to"),
+        (6, "recovery.max_restarts=0 allows no more rollbacks"),
+    ],
+)
+def test_a_run_that_cannot_roll_back_ends_with_the_reason(saved_step: int, why: str) -> None:
+    watched = health([])
+    watched.trainer.parameters = {}
+    watched.trainer.optimizer = SimpleNamespace(segments=[])
+    watched.trainer.device = torch.device("cpu")
+    watched.checkpoints = SimpleNamespace(saved_step=saved_step)
+    recovery = watched.trainer.config.recovery
+    recovery.after_skipped, recovery.max_skipped, recovery.max_restarts = "rollback", 0, 0
+    with pytest.raises(TrainingFailure) as failed:
+        watched.after_step(result(7, float("nan"), skipped=True))
+    assert str(failed.value) == (
+        "step 7: gradients were not finite for 1 step in a row; "
+        f"no gradient is bad now: only the loss is not finite; {why}"
+    )
 
 
 def test_fp16_may_skip_while_it_finds_its_scale_but_not_for_a_loss_that_is_not_finite() -> None:

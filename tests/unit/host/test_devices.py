@@ -109,7 +109,7 @@ def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
         with pytest.raises(UserError) as refused:
             rendezvous.assign_rank(config, here, store, {}, "bench comm")
         sentences.append(str(refused.value))
-    assert f"ranks 0 and 1 of host {HOST} compute on one GPU" in sentences[0]
+    assert f"ranks 0 and 1 of host {HOST} use the same GPU" in sentences[0]
 
 
 def test_hosts_with_different_devices_are_refused(

@@ -139,7 +139,7 @@ def test_a_device_without_memory_history_is_reported_once_and_traced(
         rank.run(rank.profiler(steps=[1, 1], ranks=[0, 1], memory=True), range(1, 2))
     assert rank.files == {"rank0-steps1-1.json.gz", "rank1-steps1-1.json.gz"}
     said = capsys.readouterr().err
-    assert said.count("no snapshot is written, as that needs a GPU") == 1
+    assert said.count("no snapshot is written, because that needs a GPU") == 1
     assert said.count("profile of rank 0, step 1; traces are in") == 1
     assert "profile of rank 1" not in said
 
@@ -170,8 +170,8 @@ def test_a_resumed_run_profiles_the_remaining_steps_or_says_there_are_none(
     rank.said.clear()
     rank.run(rank.profiler(steps=[2, 5], done=5), range(6, 8))
     assert capsys.readouterr().err == (
-        "parallel3d: profile.steps=[2,5] are done: this run resumes at step 6, and nothing is "
-        "profiled\n"
+        "parallel3d: profile.steps=[2,5] are already done: this run resumes at step 6, so nothing "
+        "is profiled\n"
     )
     assert not rank.said, "no rank waits for another"
 
@@ -183,7 +183,7 @@ def test_a_full_disk_loses_only_the_trace(rank: Rank, capsys: pytest.CaptureFixt
 
     rank.patch.setattr(profiling.profile, "export_chrome_trace", full)
     rank.run(rank.profiler(steps=[1, 1]), range(1, 2))
-    assert "rank0-steps1-1.json.gz is not written: No space left" in capsys.readouterr().err
+    assert "rank0-steps1-1.json.gz could not be written: No space left" in capsys.readouterr().err
     assert not rank.files and rank.said == ["pause", *WAITED]
 
 

@@ -74,7 +74,7 @@ def test_a_failing_disk_loses_only_the_picture(
 
     monkeypatch.setattr(timeline, "replace_durably", full)
     timeline._write(tmp_path / "timeline.svg", "<svg/>")
-    assert "timeline.svg is not written: No space left on device" in capsys.readouterr().err
+    assert "timeline.svg could not be written: No space left on device" in capsys.readouterr().err
 
 
 def test_both_timelines_share_one_axis() -> None:

@@ -261,7 +261,7 @@ def test_steps_without_a_line_are_reported_at_each_resume(
     for _ in range(2):
         said: list[str] = []
         MetricsFile(path, first_step, say=said.append).close()
-        lacks = f"{path} lacks {missing} of the steps before {first_step}: "
+        lacks = f"{path} lacks {missing} of the steps before step {first_step}: "
         assert len(said) == 1 and lacks in said[0]
 
 
@@ -274,7 +274,7 @@ def test_lost_lines_are_counted_even_if_the_file_cannot_be_closed(tmp_path: Path
     ):
         file.write({"step": 1})
     assert calls.counts["close"] >= 1
-    assert len(said) == 2 and said[1].startswith("1 lines of ")
+    assert len(said) == 2 and said[1].startswith("1 line of ")
 
 
 @limits_are_lifted()

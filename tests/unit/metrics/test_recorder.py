@@ -373,11 +373,11 @@ def test_steps_without_labels_have_no_loss_and_are_reported_once(tmp_path: Path)
     assert rows[3]["eval_loss"] is None and rows[3]["eval_losses"] == {"a": None, "b": 1.0}
     assert not any("nonfinite" in row for row in rows)
     text = " ".join(screen.getvalue().split())
-    assert text.count("no token of its samples is to be learned") == 1
+    assert text.count("changes nothing, because its samples have no token to learn") == 1
     assert "1 such step so far" in text and "SKIPPED: gradients" not in text
     assert "held-out loss none · a none · b 1.0000" in text
-    assert "2 steps, whose samples had no token to learn" in text
-    assert "none, as the last step had no token to learn" in text
+    assert "2 steps, because samples had no token to learn" in text
+    assert "none, because the last step had no token to learn" in text
     again, screen = make_recorder(tmp_path, make_config(5), terminal=True, first_step=4)
     with again:
         again.start({})
@@ -415,7 +415,7 @@ def test_skipped_steps_are_shown_counted_and_summarised(tmp_path: Path) -> None:
         wait_until_drawn(screen, "skipped 1")
         assert again.finish()["skipped_steps"] == 3
     assert "loss 2.0000 · skipped 1 · grad" in Text.from_ansi(screen.getvalue()).plain
-    assert "3 steps, whose gradients were not finite" in screen.getvalue()
+    assert "3 steps, because gradients were not finite" in screen.getvalue()
 
 
 def test_the_memory_of_accelerators_is_in_the_lines_the_summary_and_the_panel(

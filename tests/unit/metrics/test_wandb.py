@@ -115,7 +115,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert Path(summary["wandb"]["folder"]).is_dir()
     begin, end = capfd.readouterr().out.split("run directory", 1)
     command = f"wandb sync {summary['wandb']['folder']}"
-    assert "W&B is offline, as there is no API key" in begin
+    assert "W&B is offline, because there is no API key" in begin
     assert all(command in "".join(text.split("\n")) for text in (begin, end))
     (run_dir / "wandb" / "offline-run-20260101_000000-x").mkdir()
     several = sync_command(Path(summary["wandb"]["folder"]))
@@ -436,7 +436,7 @@ def test_an_unreadable_wandb_file_leads_to_a_separate_run(
     assert summary["status"] == "finished" and summary["wandb"]["folder"] is not None
     said = capfd.readouterr().out.replace("\n", " ")
     assert "cannot be read: Error: transactionlog: bad header" in said
-    assert kept_id(run_dir) != "run" and f"a run of its own, {kept_id(run_dir)}" in said
+    assert kept_id(run_dir) != "run" and f"a new W&B run, {kept_id(run_dir)}" in said
     assert len([*rows_of(run_dir / "metrics.jsonl")]) == 4
 
 

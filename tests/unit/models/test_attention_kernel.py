@@ -224,7 +224,7 @@ def refusal(made: Config) -> str:
 
 def test_a_kernel_that_does_not_run_here_is_refused_in_a_sentence() -> None:
     sentence = refusal(config("cudnn"))
-    assert "attention_kernel=cudnn" in sentence and "heads of size 8 in bfloat16" in sentence
+    assert "attention_kernel=cudnn" in sentence and "heads of 8 in bfloat16" in sentence
     assert "this CPU" in sentence and "attention_kernel=auto" in sentence
 
 

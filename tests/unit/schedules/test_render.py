@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_text_of_a_small_plan_by_hand() -> None:
     assert render_text(timeline_of("1f1b", 2, 3)).splitlines() == [
-        "        F forward, B backward, · idle; bubble 25.0%, per rank:",
+        "        F forward, B backward, · idle; bubble 25.0%, of each rank:",
         "rank 0 |F0 F1 ······B0━━━ F2 B1━━━ ···B2━━━ |  25.0%",
         "rank 1 |···F0 B0━━━ F1 B1━━━ F2 B2━━━ ······|  25.0%",
     ]

@@ -99,7 +99,7 @@ def test_unknown_schedule_names_the_key_and_the_nearest() -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(0, 1), (1, 0), (-1, 4)])
 def test_impossible_sizes_are_refused(stages: int, microbatches: int) -> None:
-    with pytest.raises(ValueError, match=r"needs (a rank and a chunk|at least one micro-batch)"):
+    with pytest.raises(ValueError, match=r"needs a (rank and a chunk|micro-batch)"):
         make("gpipe", stages, microbatches).program()
 
 

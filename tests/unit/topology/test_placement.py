@@ -94,7 +94,7 @@ def test_a_tiling_survives_a_round_trip_through_text() -> None:
     for text in ("tp4-dp2-pp2-dp4", "pp2-dp8-tp4", "tp4-dp2-dp4-pp2-snake"):
         assert str(Tiling.parse(text, layout)) == text
     assert str(Tiling.parse("tp-pp-dp", layout)) == "tp4-pp2-dp8"
-    for wrong, why in (("tp4-dp2-pp2", "dp must multiply to 8, not 2"), ("tp-xx", "'xx'")):
+    for wrong, why in (("tp4-dp2-pp2", "dp multiplies to 2, not to 8"), ("tp-xx", "'xx'")):
         with pytest.raises(ValueError, match=why):
             Tiling.parse(wrong, layout)
 
