@@ -94,7 +94,7 @@ REFUSED = {
     "an ending": ("calibrate", ("calibrate.file=x",), "must end in .yaml.*x.yaml"),
     "there already": ("calibrate", (f"calibrate.file={FILE}",), "already exists.*replace=true"),
     "no memory": ("calibrate", ("model.hidden_size=131072", "calibrate.ranks=1"),
-                  "seq_length=.* must be less .* GiB can be used; no length fits, so the nearest"),
+                  "seq_length=.* must be smaller .* GiB can be used; no length fits, so give"),
     "fp64": ("calibrate", ("precision=fp64",), "precision=fp64 must be one of fp32, bf16"),
 }  # fmt: skip
 

@@ -271,8 +271,8 @@ def fitting(config: CommandConfig, device: str, most: int, room: float) -> tuple
         said.append(f"ep={found.ep} or more, from which prices of a smaller ep are extrapolated")
     needed = max(whole.nbytes(config, device, most))
     return found, (
-        f"calibrate times {'; '.join(said)}: all of it needs {needed / GIB:.1f} GiB, and "
-        f"{room / GIB:.1f} GiB can be used"
+        f"calibrate times only {'; '.join(said)}: everything would need {needed / GIB:.1f} GiB, "
+        f"but only {room / GIB:.1f} GiB can be used"
     )
 
 
@@ -287,9 +287,9 @@ def _fits_nowhere(config: CommandConfig, device: str, most: int, room: float) ->
     model = config.model
     experts = f" with ep={least.ep}" if model.num_experts else ""
     head = (
-        f"model.seq_length={model.seq_length} must be less for calibrate: a block of each kind"
+        f"model.seq_length={model.seq_length} must be smaller for calibrate: a block of each kind"
         f"{experts}, the embedding and the head need {needed / GIB:.1f} GiB with their optimizer "
-        f"states, and {room / GIB:.1f} GiB can be used; "
+        f"states, but only {room / GIB:.1f} GiB can be used; "
     )
     length = model.seq_length
     while length > 2:
@@ -298,7 +298,7 @@ def _fits_nowhere(config: CommandConfig, device: str, most: int, room: float) ->
         smaller = dataclasses.replace(config, model=shorter)
         if least.fits(smaller, device, most, room):
             return f"{head}the nearest that fits is {length}"
-    return f"{head}no length fits, so the nearest is a model with a smaller model.hidden_size"
+    return f"{head}no length fits, so give a smaller model.hidden_size"
 
 
 def fitting_on_all(
@@ -320,7 +320,7 @@ def fitting_on_all(
             return pieces
     near = powers_of_two(max(1, int(room / needed)))[-1]
     raise UserError(
-        f"calibrate.ranks={ranks} must be at most {near}: each rank times a block of each kind, "
-        f"which needs {needed / GIB:.1f} GiB, at the same time as the others, and "
-        f"{room / GIB:.1f} GiB of this host can be used; the nearest is calibrate.ranks={near}"
+        f"calibrate.ranks={ranks} must be at most {near}: all ranks time a block of each kind at "
+        f"once, each of them needs {needed / GIB:.1f} GiB, and only {room / GIB:.1f} GiB of this "
+        f"host can be used; the nearest is calibrate.ranks={near}"
     )

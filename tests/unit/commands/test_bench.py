@@ -255,7 +255,7 @@ def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
     where = Where(placement, ("alpha", "alpha", "beta", "beta"))
     sentence = Finding((3,), 4096, 4e-3, 1e-3).sentence(where)
     assert "rank 3 (pp 0, dp 1, tp 1) on beta, node1 GPU 1, rail 1" in sentence
-    assert "4.0 times the median, 4 against 1 ms" in sentence
+    assert "4.0 times the median (4 ms instead of 1 ms" in sentence
     assert "by rail" in Finding((1, 3), 4096, 4e-3, 1e-3).sentence(where)
     assert socket.gethostname() not in sentence
 
