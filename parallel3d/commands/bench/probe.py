@@ -101,7 +101,7 @@ class Finding:
             return f"slow rank: {where.name(self.ranks[0])}, in {groups}: {slower}"
         a, b = self.ranks
         wire = where.link_class(a, b).label
-        return f"slow pair: {where.name(a)} and {where.name(b)}, over {wire}: {slower}"
+        return f"slow pair: {where.name(a)} and {where.name(b)}, by {wire}: {slower}"
 
     def facts(self, where: Where) -> dict[str, object]:
         """Returns plain data for JSON."""
