@@ -322,7 +322,7 @@ def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAs
     if addr is not None:
         raise UserError(
             f"launch.master_addr={addr} is for ranks that srun or mpirun starts, and must be null "
-            "where this process starts its own: leave it out, or put srun before parallel3d"
+            "where this process starts the ranks: leave it out, or put srun before parallel3d"
         )
     if starts is not None and CGROUPS.is_file():
         refuse_lost_variables(os.environ, CGROUPS.read_text())
@@ -393,8 +393,8 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
 
 def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
     """Limits the time of a block that accesses files, because a file server may never answer."""
-    where = f"runs_dir={runs_dir} or the data's folders"
-    return or_end(seconds, f"{where} have not answered for {seconds:g} s: is their server down?")
+    where = f"runs_dir={runs_dir} or a folder of the data"
+    return or_end(seconds, f"{where} has not answered for {seconds:g} s: is the file server down?")
 
 
 def _checked_here(command: Subcommand, config: Config, place: RankAssignment) -> str:
@@ -476,5 +476,5 @@ def _unknown_subcommand(arguments: list[str]) -> str:
     names = [*SUBCOMMANDS, *FAMILIES]
     hint = nearest_hint(word.lstrip("-"), names)
     if "=" in word:
-        hint = f"; overrides come after it, as in: parallel3d train {word}"
+        hint = f"; overrides come after the subcommand, as in: parallel3d train {word}"
     return f"{word} is not a subcommand: it must be one of {', '.join(names)}{hint}."

@@ -121,7 +121,7 @@ def continued(
         return config, None
     more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
     shown = f"{', '.join(changed[:MOST_SHOWN])}{more}"
-    line = f"run={config.run}: taken over from its last start: {shown}"
+    line = f"run={config.run}: values kept from its last start: {shown}"
     return with_values(config, taken), line
 
 

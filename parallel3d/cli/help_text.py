@@ -97,7 +97,7 @@ COMMANDS = {
         parallel3d topology cluster=slurm""",
     ),
     "schedule": Help(
-        "draw and check a pipeline schedule; time, bubble and memory of all of them",
+        "draw and check a pipeline schedule; compare time, bubble and memory of all schedules",
         """\
         parallel3d schedule pp=4 num_microbatches=8 schedule=zb_h1
         parallel3d schedule pp=8 vpp=2 num_microbatches=32 schedule=zbv schedule.svg=zbv.svg
@@ -106,7 +106,7 @@ COMMANDS = {
         parallel3d schedule pp=3 num_microbatches=6 schedule=file schedule.file=my_schedule.csv""",
     ),
     "plan": Help(
-        "the ten best layouts of a model on a cluster; keys that are given are kept, the rest is "
+        "find the ten best layouts of a model on a cluster; given keys are kept, the others are "
         "searched",
         """\
         parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 global_batch_size=1024
@@ -115,21 +115,22 @@ COMMANDS = {
         parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 plan.html=plan.html""",
     ),
     "calibrate": Help(
-        "measure this machine into a cluster file for plan and train layout=auto",
+        "measure this machine, and write a cluster file for plan and train layout=auto",
         """\
         parallel3d calibrate model=llama_tiny
         parallel3d calibrate precision=bf16 calibrate.file=here-bf16.yaml calibrate.ranks=4
         parallel3d plan cluster=calibrated.yaml model=gpt_tiny""",
     ),
     "dryrun": Help(
-        "memory, kernels, traffic and time of a step on GPUs, for any world size, without one",
+        "memory, kernels, traffic and time of a step on GPUs, for any world size, without a GPU",
         """\
         parallel3d dryrun model=llama_1b precision=bf16 micro_batch_size=8 cluster=dgx_h200
         parallel3d dryrun model=llama3_70b tp=8 pp=4 dp=16 sp=true zero=1 precision=bf16 \\
           micro_batch_size=1 global_batch_size=1024 cluster=dgx_h100""",
     ),
     "bench comm": Help(
-        "time every collective in every group, with the model's price, and name what is slow",
+        "time every collective in every group, compare it with its prediction, and name what is "
+        "slow",
         """\
         parallel3d bench comm tp=2 pp=2 dp=2
         parallel3d bench comm dp=8 bench.sizes=[1048576]""",
@@ -153,7 +154,7 @@ COMMANDS = {
 FAMILIES = {
     "report run=… run=…": "a page of runs: curves, restarts, time, memory, differences",
     "checkpoint ls|verify|export|import|average|branch|diff": (
-        "list, prove and compare checkpoints, exchange them with Hugging Face, branch off"
+        "list, verify and compare checkpoints, exchange them with Hugging Face, branch off"
     ),
     "data tokenize|train-tokenizer|show": "make corpora and tokenizers from text, and check them",
     "recipes [copy NAME]": "list configurations to start from; copy one to edit it",

@@ -41,7 +41,8 @@ NO_EFFECT = {
     "hydra/job_logging": "it must be none; a run's figures are in its metrics.jsonl",
     "hydra.job_logging": "it must be none; a run's figures are in its metrics.jsonl",
 } | dict.fromkeys(
-    OF_SWEEPS, "it must be none or false, or with --multirun hydra/hydra_logging=default"
+    OF_SWEEPS,
+    "it must be none or false without --multirun, because only a sweep logs Hydra's messages",
 )
 READ_FILES = ("plan", "train")  # subcommands that take a calibrated machine as cluster=FILE.yaml
 
@@ -81,8 +82,9 @@ def check_sweep_words(words: Sequence[str], schema: type[Config] = Config) -> No
         kept = check_overrides([word], OwnFolder.path, schema=schema)[0]
         if kept != word:
             raise UserError(
-                f"hydra.sweeper.params: Hydra would change the value of {word}; put it into quotes "
-                f"of its own, as {kept.partition('=')[2]}, or give it on the command line."
+                f"hydra.sweeper.params: Hydra would change the value of {word}; put the value into "
+                f"a second pair of quotes, as {kept.partition('=')[2]}, or give it on the command "
+                "line."
             )
 
 
@@ -90,7 +92,7 @@ def failed_elsewhere(code: int) -> str:
     """Returns a sentence that names the log of a failed job in a sweep under submitit."""
     sweep = HydraConfig.get()
     log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
-    return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
+    return f"job {sweep.job.num} of the sweep ended with code {code}; its log is {log}."
 
 
 def is_sweep() -> bool:
@@ -180,8 +182,8 @@ def _own_folder(given: str | None, config_name: str | None) -> Path | None:
     primary = folder / f"{NAME}.yaml"
     if primary.exists() and not folder.samefile(conf_dir()) and config_name in (None, NAME):
         raise UserError(
-            f"{typed}: {primary.name} in it would replace all defaults; rename it, for example to "
-            "experiment/mine.yaml, which experiment=mine takes"
+            f"{typed}: {primary.name} in this folder would replace all defaults; rename it, for "
+            "example to experiment/mine.yaml, and give experiment=mine"
         )
     return folder
 

@@ -97,8 +97,8 @@ def refuse_options_of_others(command: Subcommand, words: Sequence[str]) -> None:
                 each for each in SUBCOMMANDS if each.split()[0] == OWNERS.get(name, section)
             )
             raise UserError(
-                f"{word}: {name} is an option of parallel3d {owner}, and a run has no such key; "
-                "leave it out."
+                f"{word}: {name} is an option of parallel3d {owner} and not of parallel3d "
+                f"{command.name}; leave it out."
             )
 
 

@@ -95,7 +95,7 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
             raise UserError(f"{command}: {key} is given twice, as {given[key]} and as {value}")
         if key in verb.keys:
             if not value:
-                raise UserError(f"{command}: {key}= is empty; it is the {verb.keys[key]}")
+                raise UserError(f"{command}: {key}= is empty; give it a value: {verb.keys[key]}")
             given[key] = at_home(value) if key in verb.paths else value
             if key in verb.paths:
                 check_path(key, given[key])

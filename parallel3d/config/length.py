@@ -100,5 +100,5 @@ def _checked(clock: BatchSizes) -> BatchSizes:
     firsts = [first for first, _ in clock.entries]
     grows = firsts[:1] == [0] and firsts == sorted(set(firsts))
     if not grows or min(clock.sizes) < 1 or min(clock[1:]) < 0:
-        raise ValueError(f"a clock of {clock}")
+        raise ValueError(f"invalid clock: {clock}")
     return clock

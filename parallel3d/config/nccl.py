@@ -29,9 +29,10 @@ def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
             low, high = NCCL_LIMITS[near]
             near = f"{nearest(kind, GROUP_KINDS) or 'dp'}.{near}:{min(max(int(value), low), high)}"
             raise UserError(
-                f"launch.nccl_settings={show(item)} must be a kind of group (one of "
-                f"{', '.join(GROUP_KINDS)}), a setting (one of {', '.join(NCCL_LIMITS)}) and a "
-                f"number, here {low} to {high}; the nearest is launch.nccl_settings=[{near}]."
+                f"launch.nccl_settings={show(item)} must be KIND.SETTING:NUMBER, with a kind of "
+                f"group (one of {', '.join(GROUP_KINDS)}), a setting (one of "
+                f"{', '.join(NCCL_LIMITS)}) and a number, here {low} to {high}; the nearest is "
+                f"launch.nccl_settings=[{near}]."
             )
         parsed.append((kind, name, int(value)))
     return parsed
@@ -50,8 +51,9 @@ def parse_nccl_env(settings: list[str]) -> dict[str, str]:
         match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DIST)_[A-Z0-9_]+):(.+)", item)
         if match is None:
             raise UserError(
-                f"cluster.nccl_env={show(item)} must be a variable of NCCL and its value; the "
-                "nearest is cluster.nccl_env=[NCCL_CROSS_NIC:0]."
+                f"cluster.nccl_env={show(item)} must be NAME:VALUE, with a variable whose name "
+                "begins with NCCL_, TORCH_NCCL_, TORCH_FR_ or TORCH_DIST_; the nearest is "
+                "cluster.nccl_env=[NCCL_CROSS_NIC:0]."
             )
         variables[match[1]] = match[2]
     return variables

@@ -279,7 +279,8 @@ def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: b
     elif name in sections and not isinstance(given, dict):
         inside = next(key for key in keys if key.startswith(f"{name}."))
         raise UserError(
-            f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
+            f"{word}: {name} is a group of keys, not a single key; set one of them, such as "
+            f"{inside}=…."
         )
     elif key is not None and key.item is str and not _may_be_list(given):
         raise UserError(_not_allowed(word, key))
@@ -329,7 +330,7 @@ def _not_read(word: str, schema: type[Config]) -> str:
     advice = f"a value with special characters is quoted twice, as {quoted_twice(left, plain)}"
     if value.startswith("{"):
         plain = value.replace('"', "").replace("'", "")
-        advice = f"names in braces have no quotes, the nearest is '{left}={plain}'"
+        advice = f"names in braces have no quotes; the nearest is '{left}={plain}'"
     return f"{word} is not of the form KEY=VALUE; {advice}."
 
 
@@ -339,7 +340,7 @@ def _wrong_preset(group: str, option: str, known: Sequence[str], word: str | Non
         name = option.rpartition("/")[2].partition(".")[0]
         return (
             f"{typed} must be one of {', '.join(known)}, or {group}={name} for "
-            f"{group}/{name}.yaml in a folder of yours that --config-dir=FOLDER names."
+            f"{group}/{name}.yaml in your own folder, given as --config-dir=FOLDER."
         )
     return f"{typed} must be one of {', '.join(known)}{nearest_hint(option, known, f'{group}=')}."
 
@@ -358,14 +359,14 @@ def composing_error(
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return UserError(
             readable(
-                f"{mark.name}, line {mark.line + 1}, must be YAML: {error.problem}; a line of it "
-                "is written KEY: VALUE, with the keys of a section indented below its name."
+                f"{mark.name}, line {mark.line + 1}, must be YAML: {error.problem}; write each "
+                "line as KEY: VALUE, with the keys of a section indented below its name."
             )
         )
     if isinstance(error, RecursionError):
         return UserError(
             f"{' '.join(overrides)}: a file's defaults must not lead back to the file itself; give "
-            "it another name than that of the file on which it is based."
+            "it a name that differs from that of the file on which it is based."
         )
     text, keys = str(error), all_keys(schema)
     merging = re.match(r"Error merging override (\+*([^=]*).*)", text, re.DOTALL)
@@ -385,7 +386,7 @@ def composing_error(
         explained = _wrong_preset(missing[1], missing[2], listed[1].split() if listed else [])
     elif file and (name == file[2] or "@" in said):
         explained = (
-            "its first line must be '# @package _global_', as those of all experiments; give "
+            "its first line must be '# @package _global_', as in all experiments; put "
             "comments below it."
         )
     elif other:

@@ -60,14 +60,14 @@ def check_path(name: str, text: str) -> None:
     for item in map(str.strip, text.split(",")):
         if item.startswith("~"):
             raise UserError(
-                f"{name}={text} begins with ~, which is nobody's home on this host; give the whole "
-                f"path, or ./{item} for a name that begins with ~."
+                f"{name}={text} begins with ~, but this host knows no such home directory; give "
+                f"the whole path, or ./{item} for a name that begins with ~."
             )
         if item.startswith("$"):
             raise UserError(
-                f"{name}={text} begins with $, which nothing here expands; let the shell expand "
-                f"it, or give '{name}=${{oc.env:NAME}}/…' with the variable's name, or ./{item} "
-                "for a name that begins with $."
+                f"{name}={text} begins with $, which parallel3d does not expand; let the shell "
+                f"expand it, or give '{name}=${{oc.env:NAME}}/…' with the variable's name, or "
+                f"./{item} for a name that begins with $."
             )
         if _ADDRESS.match(item):
             if name in OF_ADDRESSES:
@@ -79,8 +79,8 @@ def check_path(name: str, text: str) -> None:
         variable = _VARIABLE.search(item)
         if variable is not None and not os.path.lexists(item):
             raise UserError(
-                f"{name}={text} has {variable[0]}, which nothing here expands; let the shell "
-                f"expand it, or write ${{oc.env:{variable[1]}}} in its place."
+                f"{name}={text} has {variable[0]}, which parallel3d does not expand; let the "
+                f"shell expand it, or write ${{oc.env:{variable[1]}}} in its place."
             )
 
 

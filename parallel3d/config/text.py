@@ -141,5 +141,5 @@ def _typed(value: Any, holds: Any, key: str) -> Any:
     for name in value:
         other = written.setdefault(_typed(name, of_names, key), name)
         if other is not name:
-            raise UserError(f"{key}: {other} and {name} are one name; leave one of them out.")
+            raise UserError(f"{key}: {other} and {name} are the same name; leave one of them out.")
     return {new: _typed(value[old], of_values, key) for new, old in written.items()}

@@ -163,7 +163,8 @@ def _edits(ctx: Any, word: str, key: Key | None) -> Iterator[Edit]:
         if name in _CASTS and key is not None and key.kind in (str, list):
             raise UserError(
                 f"{word}: {key.name} is text, and {name}() makes a number; give the text itself, "
-                f"or {quoted_twice(key.name, word[slice(*_place(ctx))])} for these words."
+                f"or {quoted_twice(key.name, word[slice(*_place(ctx))])} for the text with "
+                f"{name}()."
             )
         if name not in (*_CASTS, *_RANGES):
             named = False
@@ -217,7 +218,7 @@ def _has_other_names(ctx: OverrideParser.DictContainerContext, word: str) -> boo
     names = [_text(pair.dictKey(), word) for pair in _pairs(ctx)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"{word}: {twice} is twice in the same braces; leave one of them out.")
+        raise UserError(f"{word}: {twice} occurs twice in the same braces; leave one of them out.")
     inside = [pair.element().dictContainer() for pair in _pairs(ctx)]
     deeper = [_has_other_names(container, word) for container in inside if container]
     return any(deeper) or not all(_is_kept(p.dictKey(), word, name=True) for p in _pairs(ctx))

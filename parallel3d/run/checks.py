@@ -21,12 +21,13 @@ def check_run_name(run: str | None, runs_dir: str) -> None:
     if run in ("", ".", "..") or not is_plain or len(os.fsencode(run)) > LONGEST_RUN_NAME:
         raise UserError(
             f"run={show(run)} must be the plain name of a folder inside runs_dir="
-            f"{show(runs_dir)}, without blanks around it or a ~ before it, of at most "
-            f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir chooses another folder."
+            f"{show(runs_dir)}, of at most {LONGEST_RUN_NAME} bytes and without /, \\, unprintable "
+            "characters, a ~ at the beginning or spaces at either end; run=null makes a name, and "
+            "runs_dir chooses another folder."
         )
     if (variable := re.search(r"\$\{?(\w+)", run)) is not None:
         raise UserError(
-            f"run={show(run)} has {variable[0]}, which nothing here expands, so that several runs "
-            f"would have this name; let the shell expand it, or write ${{oc.env:{variable[1]}}} in "
-            "its place."
+            f"run={show(run)} contains {variable[0]}, which parallel3d does not expand, so several "
+            "runs would have this name; let the shell expand it, or write "
+            f"${{oc.env:{variable[1]}}} in its place."
         )

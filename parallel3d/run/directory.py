@@ -159,7 +159,8 @@ def left_out(directory: Path) -> str | None:
             words.append(f"{spell(key, found[key])} ({removed.instead})")
     if not words:
         return None
-    return f"run={directory.name}: this version no longer has {', '.join(words)}; they are left out"
+    listed = ", ".join(words)
+    return f"run={directory.name}: keys that this version no longer has are left out: {listed}"
 
 
 def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
@@ -204,7 +205,7 @@ def typed_config(tree: object) -> Config:
     It refuses `${…}` instead of resolving it, as the file may be another user's.
     """
     if "${" in json.dumps(tree):
-        raise ValueError("it holds ${, which is not followed")
+        raise ValueError("it contains ${, but references are not resolved here")
     if not isinstance(tree, Mapping):
         raise TypeError(f"it holds a {type(tree).__name__}")
     # The configuration of an older run may hold keys that have been renamed or removed, none of
@@ -315,7 +316,7 @@ def folder_in_run(runs_dir: str, run: str, name: str) -> Path:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"run={run}: cannot make {folder} ({error.strerror}): make its folder writable"
+            f"run={run}: cannot make {folder} ({error.strerror}): make the run's folder writable"
         ) from None
     return folder
 
@@ -373,7 +374,7 @@ def check_run(config: Config, *, may_resume: bool = False) -> None:
     if may_resume and not config.checkpoint.load:
         raise UserError(
             f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
-            "choose another run= or remove it"
+            "choose another run=, or remove this folder"
         )
     try:
         saved = [*list_checkpoints(directory), *list_damaged(directory)]
@@ -393,7 +394,8 @@ def check_run(config: Config, *, may_resume: bool = False) -> None:
     differing = [str(change) for change in found if not change.key.startswith(HOW)]
     if not differing:
         raise UserError(
-            f"run={config.run} exists already in {directory}{why}: choose another run= or remove it"
+            f"run={config.run} exists already in {directory}{why}: choose another run=, or remove "
+            "this folder"
         )
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     raise UserError(
@@ -422,8 +424,9 @@ def take_run(config: Config, directory: Path) -> int | None:
             save_config(config, directory, next_name(directory))
     except BlockingIOError:
         raise UserError(
-            f"run={config.run} is running already: wait for it, or choose another run=; ranks of "
-            "one run are started by torchrun, srun or mpirun, whose variables must reach them"
+            f"run={config.run} is running already: wait for it, or choose another run=; if this "
+            "process is to be a rank of that run, pass the variables of torchrun, srun or mpirun "
+            "on to it"
         ) from None
     except OSError as error:
         if held is not None:

@@ -92,7 +92,7 @@ class RankFailure:
         if self.kind == "killed":
             return f"{who} {self.error}"
         details = f" (traceback: {self.traceback_file})" if self.traceback_file else ""
-        echo = "; another rank went first" if self.is_echo else ""
+        echo = "; another rank ended first" if self.is_echo else ""
         return f"{who} failed in {self.phase}{self.where}: {self.error.rstrip('.')}{echo}{details}"
 
     @property
@@ -166,7 +166,7 @@ def _needs_less_memory(micro_batch_size: int, recompute: Any, tp: int) -> str:
     otherwise = "recompute=full" if spelled(recompute) != "full" else f"tp={2 * tp}"
     nearest = f"micro_batch_size={smaller}" if smaller else otherwise
     return (
-        f"The nearest that needs less is {nearest}; recompute, a larger tp or pp, zero and "
+        f"The nearest setting that needs less is {nearest}; recompute, a larger tp or pp, zero and "
         "offload_layers also save memory: parallel3d dryrun shows how much"
     )
 

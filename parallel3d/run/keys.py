@@ -59,7 +59,8 @@ class LaunchConfig:
         above=0,
     )
     shared_memory: bool = key(
-        True, "CPU ranks of one host exchange through shared memory; false: through the network"
+        True,
+        "CPU ranks of one host exchange data through shared memory; false: through the network",
     )
     nccl_high_priority: list[str] = key(
         ["tp", "cp", "pp"],
@@ -67,12 +68,14 @@ class LaunchConfig:
     )
     nccl_settings: list[str] = key(
         [],
-        "settings of one kind of groups: min_ctas, max_ctas or cga_cluster_size, as dp.max_ctas:8",
+        "NCCL settings of one kind of group: min_ctas, max_ctas or cga_cluster_size, such as "
+        "dp.max_ctas:8",
     )
     huge_pages: bool = key(
         True,
         "CPU ranks keep freed memory for reuse, in huge pages where the system offers them (Linux "
-        "with glibc); false: they return large blocks to the system, slower and with less memory",
+        "with glibc); false: they return large blocks to the system, which is slower but takes "
+        "less memory",
     )
     numa_binding: bool = key(
         True,

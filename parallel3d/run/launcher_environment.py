@@ -178,8 +178,8 @@ class Claim:
         """Describes the first number on which the two claims disagree; None if they agree."""
         mine = (self.size, self.rank, self.local_size, self.local_rank)
         theirs = (other.size, other.rank, other.local_size, other.local_rank)
-        names = ("{} and {} ranks", "rank {} and {}", "{} and {} ranks of this host")
-        for name, a, b in zip((*names, "rank {} and {} of this host"), mine, theirs, strict=True):
+        names = ("{} and {} ranks", "rank {} and {}", "{} and {} ranks on this host")
+        for name, a, b in zip((*names, "local rank {} and {}"), mine, theirs, strict=True):
             if a is not None and b is not None and a != b:
                 return name.format(a, b)
         return None
@@ -261,8 +261,9 @@ def _of_agent(given: Mapping[str, str], master_addr: str | None) -> RankAssignme
     assert torch.local_rank is not None
     if master_addr not in (None, given["MASTER_ADDR"]) and "TORCHELASTIC_RUN_ID" in given:
         raise UserError(
-            f"launch.master_addr={master_addr} is for ranks of srun and mpirun; those of torchrun "
-            f"meet at its own {given['MASTER_ADDR']}: give torchrun --master-addr={master_addr}"
+            f"launch.master_addr={master_addr} is for ranks that srun or mpirun starts, but "
+            f"torchrun has set MASTER_ADDR={given['MASTER_ADDR']}: start torchrun with "
+            f"--master-addr={master_addr}"
         )
     _check_address("MASTER_ADDR", given["MASTER_ADDR"])
     name = given.get("TORCHELASTIC_RUN_ID", "none")
@@ -475,8 +476,8 @@ def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
         if per_node == "SLURM_TASKS_PER_NODE":
             return size if len(names) == 1 else None
         raise UserError(
-            f"{per_node}={given[per_node]} makes {sum(counts)} tasks and contradicts the step's "
-            f"{size}: pass srun's own variables on to this process"
+            f"{per_node}={given[per_node]} means {sum(counts)} tasks, but this step has {size}: "
+            "pass srun's own variables on to this process"
         )
     # The node's name takes precedence, because SLURM_NODEID has another order if a job has several
     # components.
@@ -535,15 +536,15 @@ def _assigned(
     local_rank = _first(c.local_rank for c in claims)
     if rank is None or size is None:
         raise UserError(
-            f"{' and '.join(c.words for c in claims)} come from a launcher that does not say how "
-            f"many ranks there are: start with srun or torchrun, or export {', '.join(TORCH)}"
+            f"the launcher that set {' and '.join(c.words for c in claims)} does not say how many "
+            f"ranks there are: start with srun or torchrun, or export {', '.join(TORCH)}"
         )
     local_size = _first(c.local_size for c in claims)
     if local_rank is None:
         name = next((row.local_rank[0] for row in MPI if row.rank in given), "LOCAL_RANK")
         raise UserError(
-            f"{claims[0].words} are set, but {name}, the number of this process on its host, is "
-            "not: export it, or start with torchrun"
+            f"the launcher that set {claims[0].words} has not set {name}, the number of this "
+            "process on its host: export it, or start with torchrun"
         )
     start = next((c.start for c in claims if c.start), "")
     addr, from_environment = master_addr, False
@@ -560,7 +561,7 @@ def _assigned(
         addr = LOOPBACK if local_size == size else azure and azure.partition(":")[0]
     if not addr:
         raise UserError(
-            f"{claims[0].words} come from a launcher that does not say where rank 0 is: export "
+            f"the launcher that set {claims[0].words} does not say where rank 0 is: export "
             "MASTER_ADDR, the host of rank 0, or give it as launch.master_addr"
         )
     _check_address("launch.master_addr" if master_addr else "MASTER_ADDR", addr)
@@ -598,8 +599,9 @@ def _port(
     if master_port:
         return master_port
     raise UserError(
-        f"{claim.words} come from a launcher that does not identify its starts: export "
-        "MASTER_PORT, a free port of the host of rank 0, or give it as launch.master_port"
+        f"the launcher that set {claim.words} does not identify its starts, so no port can "
+        "be derived: export MASTER_PORT, a free port on the host of rank 0, or give it as "
+        "launch.master_port"
     )
 
 
@@ -631,8 +633,8 @@ def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None)
     own = given.get("SLURMD_NODENAME")
     if rank == 0 and own is not None and first_host is not None and own != first_host:
         raise UserError(
-            f"rank 0 runs on {own}, but the others look for it on {first_host}, as Slurm's "
-            f"variables say: give all ranks launch.master_addr={own}"
+            f"rank 0 runs on {own}, but Slurm's variables make the other ranks look for it on "
+            f"{first_host}: give all ranks launch.master_addr={own}"
         )
 
 
@@ -714,8 +716,8 @@ def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
     )
     alone = "--nodes=1 --ntasks=1"
     raise UserError(
-        f"this Slurm job has {job}, and this process alone would take part: put srun before the "
-        f"command, or submit with {alone}, and it starts the ranks of its host itself"
+        f"this Slurm job has {job}, but only this process would take part: put srun before the "
+        f"command, or submit with {alone}, so that this process starts all ranks itself"
     )
 
 

@@ -315,7 +315,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
         try:
             exits = ranks.run(lambda: stores.append(serve(LOCALHOST, listening)))
         except Stopped as stop:
-            late = f" (launch.grace_s={ranks.grace_s:g} was over)" if ranks.is_late() else ""
+            late = f" (launch.grace_s={ranks.grace_s:g} had passed)" if ranks.is_late() else ""
             print_line(f"stopped by {stop.signal.name}{late}; all {world_size} ranks have ended")
             return 128 + stop.signal
     if exits:

@@ -261,8 +261,8 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
             waited, why = time.monotonic() - begin, error.strerror or str(error)
         if waited > seconds:
             raise TimeoutError(
-                f"nobody listens at {where} ({why}) after launch.timeout_s={seconds:g}: if rank 0 "
-                f"is on another host, give {remedy}"
+                f"nothing listened at {where} ({why}) within launch.timeout_s={seconds:g}: if rank "
+                f"0 is on another host, give {remedy}"
             )
         if waited > HINT_S and not hinted:
             print_line(
@@ -285,26 +285,29 @@ def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: 
         put(store, key, mine)
         return
     where = f"the store at {place.master_addr}:{place.master_port} belongs to other ranks"
-    remedy = "give each start a port of its own"
+    remedy = "give each start its own port"
     try:
         theirs = get(store, key)
     except ValueError:
         raise OtherStart(
-            f"{where}, which have another {SECRET}: {remedy}, or give all ranks one secret"
+            f"{where}, whose {SECRET} differs: {remedy}, or give all ranks the same {SECRET}"
         ) from None
     named = theirs["start"], theirs["ranks"]
     if named != (place.start, place.world_size):
         words = [
-            f"{start or 'a start'} of {ranks} ranks"
+            f"{start or 'a start'} with {ranks} ranks"
             for start, ranks in (named, (mine["start"], mine["ranks"]))
         ]
-        raise OtherStart(f"{where}, {words[0]}; this is {words[1]}: {remedy} (launch.master_port)")
+        raise OtherStart(
+            f"{where} ({words[0]}), but this rank belongs to {words[1]}: "
+            f"{remedy} (launch.master_port)"
+        )
     # If a variable identifies the start, `agree_on_run` finds a differing run, and also reports it
     # to rank 0.
     if not place.start and theirs["run"] != run:
         raise OtherStart(
-            f"{where}, which have run={show(theirs['run'])}; here it is run={show(run)}: {remedy}, "
-            "or give all ranks the same command line"
+            f"{where}, which have run={show(theirs['run'])}, but this rank has run={show(run)}: "
+            f"{remedy}, or give all ranks the same command line"
         )
 
 
@@ -319,8 +322,9 @@ def with_counted_ranks(store: Store, place: RankAssignment) -> RankAssignment:
     here = hosts.count(hosts[place.rank])
     if place.local_rank >= here:
         raise HostError(
-            f"LOCAL_RANK={place.local_rank}, but host {socket.gethostname()} has {here} of the "
-            "ranks: export LOCAL_WORLD_SIZE, the number of ranks on this host"
+            f"LOCAL_RANK={place.local_rank} must be smaller than the number of ranks on host "
+            f"{socket.gethostname()}, which was counted as {here}: export LOCAL_WORLD_SIZE, the "
+            "number of ranks on this host"
         )
     return dataclasses.replace(place, local_world_size=here)
 
@@ -341,7 +345,7 @@ def _listening_store(place: RankAssignment, timeout: timedelta) -> TCPStore:
     if listening is None:
         print_line(
             f"MASTER_ADDR={place.master_addr} does not resolve to an address of this host that "
-            "others reach: the ranks' store listens on all of its addresses"
+            "other hosts can reach: the ranks' store listens on all addresses of this host"
         )
         listening = listen_everywhere(place.master_port)
     return serve(place.master_addr, listening, world_size=place.world_size, timeout=timeout)

@@ -252,11 +252,11 @@ def warnings_for(
     found += [_between_units(placement, x) for x in between]
     found += [_replica_and_domain(placement), _pp_inside_dp(placement)]
     if any(map(_off_rail, between)):
-        pxn = ", PXN (NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
+        pxn = ", and PXN (NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
         if not placement.cluster.forwards:
             pxn = ""
         found.append(
-            f"NCCL knows no rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail{pxn}"
+            f"NCCL does not know rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail{pxn}"
         )
     return [sentence for sentence in found if sentence]
 
@@ -282,8 +282,8 @@ def refuse_unreachable(
     key = f"tp={layout.tp}" if cut.dim == "tp" else f"{cut.dim}={cut.size} with tp={layout.tp}"
     pair = next(p for p in cut.offending if p.kind is LinkClass.NONE)
     raise UserError(
-        f"{key}: cluster {cluster.name} has no spine, so {pair} have no path"
-        f"{' but forwarding by an NVLink peer (PXN)' * cluster.forwards}; "
+        f"{key}: cluster {cluster.name} has no spine, so there is no path between {pair}"
+        f"{' except forwarding by an NVLink peer (PXN)' * cluster.forwards}; "
         f"{_what_works(placement, transfers)}"
     )
 
@@ -297,7 +297,7 @@ def _what_works(placement: RankMapping, transfers: list[Transfer]) -> str:
         links = classify(RankMapping.tiled(cluster, layout, tiling))
         if _without_wire(links, transfers) is None and links["tp"].in_domain == links["tp"].groups:
             order = str(tiling) if tiling.snake else "-".join(d for d, _ in tiling.digits)
-            return f"placement={order} has a path for all"
+            return f"placement={order} gives all neighbours a path"
     both = layout.tp * layout.dp
     for tp in range(min(both, cluster.domain_gpus), 0, -1):
         if both % tp or tp == layout.tp:
@@ -327,7 +327,7 @@ def _leaves_domain(
         paths = Paths(links.size, near, pairs=most if dim == "ep" else None)
         inside = price_dim(dim, transfers, paths, cluster).seconds
         cost += (
-            f", {1e3 * priced.seconds:,.0f} ms of communication a step instead of "
+            f", and its communication takes {1e3 * priced.seconds:,.0f} ms a step instead of "
             f"{1e3 * inside:,.0f} ms"
         )
     return (
@@ -349,14 +349,14 @@ def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
     advice = f"a stride that is a multiple of {cluster.gpus_per_node} keeps a group on one rail"
     advice += " (placement=auto looks for one)"
     if levels is not None:
-        then = "which stays on one rail" if levels.one_rail else "which still changes rail"
+        then = "on one rail" if levels.one_rail else "still across rails"
         advice = (
-            f"reduce in two levels, {levels.inner} inside each domain and then {levels.outer} "
-            f"between domains, {then}; or {advice}"
+            f"reduce in two levels, first over {levels.inner} ranks of each domain and then over "
+            f"{levels.outer} domains ({then}); alternatively, {advice}"
         )
     snake = _snake_on_rails(placement, links.dim)
     if snake is not None:
-        advice += f"; placement={snake} reverses every other ring and changes no rail"
+        advice += f"; placement={snake} reverses every other ring, and no ring changes rails"
     return (
         f"{links.dim}={links.size} alternates between {links.rails} rails: {off} of "
         f"{sum(links.pairs.values())} pairs go over the spine (first: {links.offending[0]}); "
@@ -381,7 +381,7 @@ def _between_units(placement: RankMapping, links: DimLinks) -> str | None:
     thin = f", which is {over:g}:1 oversubscribed" if over and over > 1 else ""
     return (
         f"{links.between_units} of {sum(links.pairs.values())} {links.dim} pairs are on one rail "
-        f"but in different units: they pass leaf, spine and leaf{thin}"
+        f"but in different units, so their messages pass the spine{thin}"
     )
 
 
@@ -395,14 +395,18 @@ def _replica_and_domain(placement: RankMapping) -> str | None:
     domain = cluster.domain[placement.slots].reshape(layout.pp, layout.dp, -1)
     torn = int((domain != domain[:1, :, :1]).any(axis=(0, 2)).sum())
     segment = -(-replica // cluster.gpus_per_node)
-    ask = f"sbatch --segment={segment} (tp·pp·cp / GPUs per node) keeps its nodes in one domain"
+    ask = (
+        f"sbatch --segment={segment} (tp·pp·cp / GPUs per node) keeps the nodes of a replica in "
+        "one domain"
+    )
     if not torn:
         return f"each replica of {replica} GPUs is in one NVLink domain; {ask}"
     whole = np.unique(cluster.domain).size * (cluster.domain_gpus // replica)
     fit = f"dp={whole} would keep replicas whole, " if whole < layout.dp else ""
     return (
         f"{torn} of {layout.dp} replicas of tp·cp·pp = {replica} GPUs span several NVLink "
-        f"domains of {cluster.domain_gpus}; {fit}placement=tp-cp-pp-dp puts each in one, and {ask}"
+        f"domains of {cluster.domain_gpus}; {fit}placement=tp-cp-pp-dp puts each into one, and "
+        f"{ask}"
     )
 
 
@@ -420,5 +424,6 @@ def _pp_inside_dp(placement: RankMapping) -> str | None:
         return None
     return (
         "dp is outside of pp here; on clusters whose NVLink domain is one node, measured runs keep "
-        "pp outermost (placement=default): its messages are the smallest and wait for nobody"
+        "pp outermost (placement=default), because its messages are the smallest and each involves "
+        "only two ranks"
     )

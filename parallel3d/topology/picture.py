@@ -109,9 +109,9 @@ class _Picture:
     def draw(self, top: float) -> None:
         """Draws all units, and the spine above them and to their right."""
         over, sent = self.cluster.oversubscription, byte_text(float(self.loads.uplink.sum()))
-        words = "no spine: nothing joins the rails"
+        words = "no spine: the rails are not connected"
         if self.cluster.forwards:
-            words += ", others are reached by NVLink"
+            words += "; NVLink reaches the other rails"
         if over is not None:
             rate = "carries all that the NICs send" if over == 1 else f"oversubscribed {over:g}:1"
             words = f"spine: {rate}; {sent} a step over it"

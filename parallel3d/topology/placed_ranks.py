@@ -110,8 +110,8 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
         for what in (("rank", rank), ("launch", launch)):
             if what in lines:
                 raise UserError(
-                    f"{where} gives {host} {local} to rank {rank}, but {lines[what]} has that "
-                    f"{'rank' if what[0] == 'rank' else 'process'} already"
+                    f"{where} gives {host} {local} to rank {rank}, but {lines[what]} already names "
+                    f"that {'rank' if what[0] == 'rank' else 'process'}"
                 )
             lines[what] = f"line {number}"
         found[rank] = launch
@@ -121,12 +121,12 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
         raise UserError(
             f"rank_file: {name} has no line for rank {missing[0]}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; "
-            f"`{missing[0]} {free.host} {free.local}` is free"
+            f"add a line such as `{missing[0]} {free.host} {free.local}`"
         )
     if found[0] != 0:
         raise UserError(
-            f"rank_file: {name} {lines['rank', 0]} puts rank 0 elsewhere than the launcher's first "
-            f"process, with which the others meet; it must be `0 {processes[0].host} "
+            f"rank_file: {name} {lines['rank', 0]} places rank 0 on another process than the "
+            f"launcher's first one, where all ranks meet; it must be `0 {processes[0].host} "
             f"{processes[0].local}`"
         )
     return [found[rank] for rank in range(len(processes))]
@@ -231,8 +231,8 @@ def _check_names(processes: Sequence[Process]) -> None:
     (host, local), count = found.most_common(1)[0]
     if count > 1:
         raise UserError(
-            f"{count} ranks are number {local} of a host named {host}: give each host a name of "
-            "its own, or leave out cluster.source, placement and rank_file"
+            f"{count} ranks have the local index {local} on hosts named {host}: give each host its "
+            "own name, or leave out cluster.source, placement and rank_file"
         )
 
 
@@ -296,7 +296,7 @@ def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, S
         slots.append(int(named.first_slot[node]) + process.local)
     if misfit is None:
         return named, np.array(slots, dtype=np.int64), None
-    note = f"{misfit}: GPUs of cluster {cluster.name} are taken in launch order"
+    note = f"{misfit}: GPUs of cluster {cluster.name} are assigned in launch order"
     return cluster, np.arange(len(processes), dtype=np.int64), note
 
 

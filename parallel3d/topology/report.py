@@ -313,11 +313,11 @@ def heading(report: TopologyReport, width: int) -> list[str]:
     idle, slot = c.size - layout.world_size, int(report.placement.slots[rank])
     rows = {
         "cluster": f"{c.name}{origin}: {cluster_line(c)}",
-        "wires": f"{', '.join(speeds)}; of one GPU, one way"
-        + (", NICs by TCP" if c.network == "socket" else ""),
+        "wires": f"{', '.join(speeds)}; per GPU, in one direction"
+        + (", NICs over TCP" if c.network == "socket" else ""),
         "job": job_line(report),
         "assumed": " ".join(report.assumed)
-        and f"{' '.join(report.assumed)}, as no others were given",
+        and f"{' '.join(report.assumed)}, because these keys were not given",
         "idle": idle and f"{layout.world_size:,} of {c.size:,} GPUs hold ranks, {idle:,} idle",
         "rank": f"{rank} = ({layout.named(rank)}) on "
         + "; ".join([c.slot_name(slot), *layout.named_groups(rank)]),
@@ -362,7 +362,7 @@ def search_table(report: TopologyReport, width: int) -> list[str]:
     lines = ["placement search, cheapest first", *aligned(table, "<>>")]
     best, here = rows[0], report.price.seconds
     if best.seconds < here * (1 - WORTH_SAYING):
-        saved = f" saves {percent(1 - best.seconds / here)} of the communication"
+        saved = f" saves {percent(1 - best.seconds / here)} of the communication time"
         override = "default" if best.is_default else "auto"
         gain = saved if math.isfinite(here) else ""
         lines += wrap(f"placement={override}{gain}: {best}", width)
@@ -376,7 +376,7 @@ def route_lines(report: TopologyReport, width: int) -> list[str]:
         return []
     size = byte_text(message.nbytes)
     a, b = (f"{c.slot_name(s)} (rail {c.rail_of[s]})" for s in (message.source, message.target))
-    lines = wrap(f"between rails, as an example, {size} from {a} to {b}:", width)
+    lines = wrap(f"a message between rails, for example {size} from {a} to {b}:", width)
     for way in message.ways:
         path = c.slot_name(way.slots[0])  # node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1
         for hop, slot in zip(way.hops, way.slots[1:], strict=True):

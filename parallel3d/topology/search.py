@@ -227,8 +227,7 @@ def _readable(wanted: str, layout: Layout) -> Tiling:
         used = [d for d in DEFAULT_ORDER.split("-") if layout.size(d) > 1]
         close = nearest(wanted, ("default", "auto", "file")) or "-".join(used)
         raise UserError(
-            f"placement={wanted!r}: {error}; allowed are default, auto, file, an order of "
-            f"{', '.join(used) or 'the dimensions'} and a "
-            f"tiling such as tp4-dp2-pp2-dp4 whose factors multiply to the sizes; nearest: "
-            f"placement={close}"
+            f"placement={wanted!r}: {error}; it must be default, auto, file, an order of "
+            f"{', '.join(used) or 'the dimensions'}, or a tiling such as tp4-dp2-pp2-dp4 whose "
+            f"factors multiply to the sizes; the nearest is placement={close}"
         ) from error

@@ -122,7 +122,7 @@ def test_ranks_that_do_not_stop_in_time_are_ended(shell: Shell) -> None:
     assert in_time(ended.wall_s, SECONDS)
     assert ended.code == 128 + signal.SIGTERM
     assert ended.errors[-1] == (
-        "parallel3d: stopped by SIGTERM (launch.grace_s=1 was over); all 2 ranks have ended"
+        "parallel3d: stopped by SIGTERM (launch.grace_s=1 had passed); all 2 ranks have ended"
     )
 
 

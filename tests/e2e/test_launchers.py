@@ -92,7 +92,7 @@ def test_only_a_rank_of_another_step_is_refused(shell: Shell) -> None:
     wait_until(lambda: listens(int(port.partition("=")[2])))
     other = ended(start(shell, task(1, step=1), "run=a", port))
     assert other.code == 2
-    assert "step 0 of Slurm job 7 of 2 ranks; this is step 1 of Slurm job 7" in other.err
+    assert "(step 0 of Slurm job 7 with 2 ranks), but this rank belongs to step 1" in other.err
     second = ended(start(shell, task(1), "run=a", port))
     assert (ended(first).code, second.code) == (0, 0)
 
@@ -102,7 +102,7 @@ def test_only_ranks_of_another_run_are_refused(shell: Shell) -> None:
     first = start(shell, by_hand(0, port), "run=a")
     wait_until(lambda: listens(port))
     other = ended(start(shell, by_hand(1, port), "run=b"))
-    assert other.code == 2 and "which have run=a; here it is run=b" in other.err
+    assert other.code == 2 and "which have run=a, but this rank has run=b" in other.err
     second = ended(start(shell, by_hand(1, port), "run=a"))
     assert (ended(first).code, second.code) == (0, 0)
     assert not (shell.cwd / "runs" / "b").exists()

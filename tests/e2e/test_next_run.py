@@ -34,7 +34,7 @@ def test_a_run_starts_from_another_and_resumes_without_its_keys(
     longer = run_forked(shell, "train", "run=new", "train.steps=3")
     assert longer.code == 0, longer
     took, resumed = [line for line in longer.errors if not line.startswith(DEVICE)][:2]
-    assert took.startswith("parallel3d: run=new: taken over from its last start: ")
+    assert took.startswith("parallel3d: run=new: values kept from its last start: ")
     assert "seed=9" in took and "init_from=old@2" in took
     done = "2 of 3 steps are done, 1 step of 4 sequences to go"
     assert resumed == f"parallel3d: run=new resumes at step 3; changed: train.steps 2 → 3; {done}"

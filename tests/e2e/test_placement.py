@@ -56,9 +56,8 @@ def test_four_ranks_by_a_rank_file_report_problems_once_and_save_the_map(
     here = ("cluster=rails_3x2", "cluster.nodes=2")
     ended = run_forked(shell, "train", *FOUR, *shell.text(), *more, *here, ranks=4)
     assert ended.code == 0, ended
-    note = (
-        f"{HOST} runs 4 ranks but has 2 GPUs: GPUs of cluster rails_3x2 are taken in launch order"
-    )
+    misfit = f"{HOST} runs 4 ranks but has 2 GPUs"
+    note = f"{misfit}: GPUs of cluster rails_3x2 are assigned in launch order"
     assert [line for line in ended.errors if "launch order" in line] == [f"parallel3d: {note}"]
     found = saved(shell)
     assert (found["how"], found["note"]) == ("file", note)

@@ -122,7 +122,7 @@ def test_a_run_resumes(shell: Shell) -> None:
     assert moved.code == 0, moved
     kept_keys, damaged, resumed, dropped = said(moved)
     assert kept_keys.endswith(": optim.name=muon, optim.momentum=0.95")
-    assert "taken over from its last start" in kept_keys
+    assert "values kept from its last start" in kept_keys
     assert "optim.state bf16 → fp32" in resumed and "optim.ema_decay 0.9 → None" in resumed
     assert dropped == "parallel3d: optim.ema_decay=null: the average of the weights is dropped"
     assert (

@@ -146,7 +146,10 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     columns = names[: names.index("CPU")] if "CPU" in names else names
     count = sum(bool(re.fullmatch(r"GPU[0-9]+", name)) for name in columns)
     if columns[:count] != [f"GPU{gpu}" for gpu in range(count)] or len(set(columns)) < len(columns):
-        raise UserError(f"{TOPO}: the head {shortened(' '.join(names))!r} does not count the GPUs.")
+        raise UserError(
+            f"{TOPO}: the header {shortened(' '.join(names))!r} cannot be read: it must begin with "
+            "GPU0, GPU1, … in this order, and name no column twice."
+        )
     rows = {words[0]: words[1:] for words in lines[head + 1 :] if words and words[0] in columns}
     gpus = []
     nics = []
@@ -161,8 +164,8 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
         if len(cells) < len(columns) or not all(fits):
             raise UserError(
                 f"{TOPO}: the row of GPU{gpu}, {shortened(' '.join(cells))!r}, cannot be read: it "
-                f"must have {len(columns)} cells, X for itself, NV and a number between GPUs, or "
-                f"{', '.join(NEAR_TO_FAR)}."
+                f"must have {len(columns)} cells, each of which is X (the GPU itself), NV followed "
+                f"by a number (only between GPUs), or one of {', '.join(NEAR_TO_FAR)}."
             )
         gpus.append(tuple(cells[:count]))
         nics.append(tuple(cells[count:]))
@@ -220,9 +223,9 @@ def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
         kinds = list(dict.fromkeys(row.name for row in gpu_rows(run)))
         if len(kinds) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES={text!r} counts {' and '.join(kinds)} by speed, but "
-                "nvidia-smi by PCI address: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by "
-                "their UUID (nvidia-smi -L)"
+                f"CUDA_VISIBLE_DEVICES={text!r} is ambiguous: CUDA numbers these GPUs "
+                f"({' and '.join(kinds)}) by speed, but nvidia-smi by PCI address; set "
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by their UUID (nvidia-smi -L)"
             )
     else:
         uuids = [row.uuid for row in gpu_rows(run)] if "GPU-" in text else []
@@ -230,11 +233,11 @@ def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
         named = all(word.startswith("GPU-") for word in words)
         chosen = [i for each in found for i in each] if named else []
     if len(chosen) < len(words) or len(set(chosen)) < len(words) or len(chosen) > len(words):
-        slices = "; a slice (MIG) does not count as a GPU there" if "MIG" in text else ""
+        slices = " (a MIG slice does not count as a GPU)" if "MIG" in text else ""
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={text!r} must be numbers or UUIDs of the {count} GPUs here, "
-            f"each once, for cluster.source=local{slices}; unset it, or choose a preset such as "
-            "cluster=dgx_h100."
+            f"CUDA_VISIBLE_DEVICES={text!r} must consist of numbers or UUIDs of the {count} GPUs "
+            f"here{slices}, none of them twice, for cluster.source=local; unset it, or choose a "
+            "preset such as cluster=dgx_h100."
         )
     return chosen
 
@@ -255,8 +258,9 @@ def local_cluster(
     nodes = config.nodes or -(-(world_size or 1) // count)
     if world_size is not None and nodes * count < world_size:
         raise UserError(
-            f"cluster.nodes={nodes} of {count} GPUs each, as counted by nvidia-smi, are too few "
-            f"for {world_size} ranks; the nearest is cluster.nodes={-(-world_size // count)}."
+            f"cluster.nodes={nodes} is too small for {world_size} ranks with the {count} GPUs per "
+            "node that nvidia-smi shows on this host; the nearest is "
+            f"cluster.nodes={-(-world_size // count)}."
         )
     own: dict[str, Any] = {}
     if config.domain_gpus is None or config.domain_gpus <= count:
@@ -291,8 +295,9 @@ def with_own_gpus(cluster: ClusterConfig, environ: Mapping[str, str], run: Run) 
     kinds = list(dict.fromkeys(row.name for row in chosen))
     if len(kinds) > 1:
         raise UserError(
-            f"this host's GPUs are {' and '.join(kinds)}, but a cluster has one kind: choose some "
-            "with CUDA_VISIBLE_DEVICES, or give cluster.gpu and cluster.gpu_memory_gb"
+            f"this host's GPUs are {' and '.join(kinds)}, but all GPUs of a cluster must be of "
+            "one kind: choose those of one kind with CUDA_VISIBLE_DEVICES, or give cluster.gpu and "
+            "cluster.gpu_memory_gb"
         )
     name, mib = kinds[0], min(row.mib for row in chosen)
     known = find_device(name, memory=mib << 20)

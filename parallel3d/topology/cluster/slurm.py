@@ -86,7 +86,7 @@ def expand_tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list
     parts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
     if len(parts) < len(matches) or sum(repeats for _, repeats in parts) > MOST_NODES:
         raise UserError(
-            f"{name}={shortened(text)!r} cannot be read: it must look like 8(x3),4 and be for at "
+            f"{name}={shortened(text)!r} cannot be read: it must look like 8(x3),4 and cover at "
             f"most {MOST_NODES:,} nodes."
         )
     return [tasks for tasks, repeats in parts for _ in range(repeats)]
@@ -122,9 +122,9 @@ def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> st
         else:
             break
     raise UserError(
-        f"SLURM_HET_SIZE={size} means components, but SLURM_JOB_NODELIST_HET_GROUP_0 and the "
-        "following do not name all their nodes: have all variables of srun reach this process, or "
-        "give launch.master_addr, the node of rank 0"
+        f"SLURM_HET_SIZE={size} means a job of several components, but "
+        "SLURM_JOB_NODELIST_HET_GROUP_0 and its successors do not show where rank 0 is: pass all "
+        "variables of srun on to this process, or give launch.master_addr, the node of rank 0"
     )
 
 
@@ -158,7 +158,7 @@ LINE = re.compile(
     r"(\s+(Nodes|Switches|Level|LinkSpeed|BlockIndex|BlockSize)=\S+)*",
     re.IGNORECASE,
 )
-FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
+FORMS = "SwitchName=… Nodes=…, SwitchName=… Switches=… or BlockName=… Nodes=…"
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
             continue
         where = f"{what} line {number}"
         if not LINE.fullmatch(line.strip()):
-            raise UserError(f"{where}, {shortened(line)!r}, cannot be read: it must be {FORMS}.")
+            raise UserError(
+                f"{where}, {shortened(line)!r}, cannot be read: it must look like {FORMS}."
+            )
         words = [word.partition("=") for word in line.split()]
         fields = {key.lower(): value for key, _, value in words}
         head, name = next(iter(fields.items()))
@@ -210,7 +212,9 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
                 f"{where}: switch {name} has neither Nodes nor Switches; the text may be cut off"
             )
     if not described:
-        raise UserError(f"{what} describes no switch and no block: it must have lines {FORMS}.")
+        raise UserError(
+            f"{what} describes no switch and no block: it must have lines such as {FORMS}."
+        )
     missing = [child for child in children if child not in described]
     if missing:
         raise UserError(
@@ -233,16 +237,17 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
     if kinds[-1] != "node" or not set(kinds[:-1]) <= {"switch", "block"}:
         raise UserError(
             f"SLURM_TOPOLOGY_ADDR_PATTERN={shortened(pattern)!r} is unknown: it must be node, or "
-            f"switch and block joined by dots before it, such as switch.switch.node."
+            "switch or block, once or several times, and then node, joined by dots, such as "
+            "switch.switch.node."
         )
     parts = address.split(".", len(kinds) - 1)
     # The last of several switches is the nearest to the node, and `dict` keeps the last.
     found = dict(zip(kinds, parts, strict=False))
     if len(parts) != len(kinds) or not all(found.values()) or set("[], ") & set(parts[-1]):
         raise UserError(
-            f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} does not fit "
-            f"SLURM_TOPOLOGY_ADDR_PATTERN={pattern}: it must have {len(kinds)} names with dots "
-            f"between."
+            f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} does not match "
+            f"SLURM_TOPOLOGY_ADDR_PATTERN={pattern}: it must have {len(kinds)} names joined by "
+            "dots."
         )
     return found.get("switch"), found.get("block"), found["node"]
 
@@ -257,7 +262,7 @@ def topology_of_addresses(addresses: Mapping[str, tuple[str, str]]) -> SlurmTopo
         unit, block, named = parse_address(address, pattern)
         if named != node:
             raise UserError(
-                f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} of node {node} ends with another name."
+                f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} of node {node} must end with {node}."
             )
         if unit is not None:
             topology.unit[node] = unit
@@ -307,8 +312,8 @@ def slurm_cluster(
         units = topology.block
     if (topology.unit or topology.block) and not any(n in units or n in domains for n in names):
         raise UserError(
-            f"{source} knows none of the job's nodes, such as {names[0]}; give the topology of "
-            "this cluster"
+            f"{source} names none of the job's nodes, such as {names[0]}; give the topology of "
+            "this cluster as cluster.topology_file"
         )
     own: dict[str, Any] = {"node_gpus": tuple(gpus), "node_unit": _numbered(names, units)}
     if node_domain := _numbered(names, domains):
@@ -374,14 +379,14 @@ def _gpus_on_node(environ: Mapping[str, str]) -> int:
         if text:
             found = count(text.strip())
             if not 1 <= found <= 1024:
-                raise UserError(f"{name}={text!r} must give the GPUs of a node, at least 1.")
+                raise UserError(f"{name}={text!r} must give 1 to 1024 GPUs for each node.")
             return found
     if _in_users_step(environ):
         return 1  # srun started one rank per node
     raise UserError(
         "the job has one task per node, but none of SLURM_GPUS_ON_NODE, SLURM_JOB_GPUS and "
-        "SLURM_GPUS_PER_NODE says how many GPUs a node has: ask Slurm for them "
-        "(--gpus-per-node=8), give it a task for each (--ntasks-per-node=8), or export "
+        "SLURM_GPUS_PER_NODE says how many GPUs a node has: ask Slurm for GPUs "
+        "(--gpus-per-node=8) or for a task per GPU (--ntasks-per-node=8), or export "
         "SLURM_GPUS_ON_NODE"
     )
 

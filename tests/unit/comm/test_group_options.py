@@ -148,14 +148,20 @@ def test_settings_of_dp_hold_for_both_of_its_levels() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("dp.max_ctas", r"=dp\.max_ctas must be a kind .*=\[dp\.max_ctas:1\]"),
+        ("dp.max_ctas", r"=dp\.max_ctas must be KIND\.SETTING:NUMBER, .*=\[dp\.max_ctas:1\]"),
         (
             "ddp.max_ctas:8",
             r"one of tp, cp, dp, pp, embedding\), .*is .*\[dp\.max_ctas:8\]",
         ),
         ("dp.max_cta:8", r"the nearest is launch\.nccl_settings=\[dp\.max_ctas:8\]"),
-        ("dp.max_ctas:99", r"must be a kind .* 1 to 32; the nearest is .*\[dp\.max_ctas:32\]"),
-        ("dp.min_ctas:0", r"must be a kind .* 1 to 32; the nearest is .*\[dp\.min_ctas:1\]"),
+        (
+            "dp.max_ctas:99",
+            r"must be KIND\.SETTING:NUMBER, .* 1 to 32; the nearest is .*\[dp\.max_ctas:32\]",
+        ),
+        (
+            "dp.min_ctas:0",
+            r"must be KIND\.SETTING:NUMBER, .* 1 to 32; the nearest is .*\[dp\.min_ctas:1\]",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(word: str, sentence: str) -> None:
@@ -324,5 +330,5 @@ def test_nccl_variables_of_the_cluster_file_are_read_and_others_refused() -> Non
         "TORCH_DIST_USE_NCCL2": "1",
     }
     for wrong in ("PATH:/tmp", "NCCL_CROSS_NIC", "NCCL_CROSS_NIC:", "LD_PRELOAD:NCCL_X"):
-        with pytest.raises(UserError, match="must be a variable of NCCL and its value"):
+        with pytest.raises(UserError, match="must be NAME:VALUE, with a variable"):
             parse_nccl_env([wrong])

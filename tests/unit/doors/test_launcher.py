@@ -231,7 +231,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "WORLD_SIZE of nodes": (TWO_BY_8 | env("WORLD_SIZE=2"), "16 and 2 ranks"),
     "a hook's wrong number on the host": (
         TWO_BY_8 | ENROOT | env("LOCAL_WORLD_SIZE=16"),
-        "8 and 16 ranks of this host",
+        "8 and 16 ranks on this host",
     ),
     "a hook's address of another node": (
         TWO_BY_8 | ENROOT | env("MASTER_ADDR=gpu02"),
@@ -251,7 +251,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         BATCH_OF_ONE | env("SLURM_TASKS_PER_NODE=64 SLURM_JOB_CPUS_PER_NODE=64"),
         ALONE,
     ),
-    "a batch script without srun": (BATCH, "this Slurm job has 16 tasks, and this process alone"),
+    "a batch script without srun": (BATCH, "this Slurm job has 16 tasks, but only this process"),
     "a batch script, no SLURM_NTASKS": (
         without(BATCH, "SLURM_NTASKS", "SLURM_NPROCS"),
         "put srun before",
@@ -294,7 +294,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "components": (HET, (2, 3, 1, 2, "node3", None)),
     "components without their nodes": (
         without(HET, "SLURM_JOB_NODELIST_HET_GROUP_0"),
-        "SLURM_HET_SIZE=2 means components",
+        "SLURM_HET_SIZE=2 means a job of several components",
     ),
     "components, rank 0": (
         HET | env("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURMD_NODENAME=node3"),
@@ -308,7 +308,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "rank 0 elsewhere": (
         TWO_BY_8 | env("SLURM_PROCID=0 SLURM_NODEID=1"),
-        "rank 0 runs on gpu02, but the others look for it on gpu01",
+        "rank 0 runs on gpu02, but Slurm's variables make the other ranks look for it on gpu01",
     ),
     "no SLURM_PROCID": (without(SRUN, "SLURM_PROCID"), "SLURM_PROCID is not set, but SLURM_STEP"),
     "no SLURM_STEP_ID": (without(SRUN, "SLURM_STEP_ID", "SLURM_STEPID"), "SLURM_STEP_ID is not"),
@@ -326,7 +326,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "a torn list of nodes": (SRUN | env("SLURM_STEP_NODELIST=node[1-"), "node list 'node[1-'"),
     "tasks that make another sum": (
         SRUN | env("SLURM_STEP_TASKS_PER_NODE=4,4"),
-        "makes 8 tasks and contradicts",
+        "means 8 tasks, but this step has",
     ),
     # MPI and its like
     "mpirun": (OMPI, (3, 4, 3, 4, "127.0.0.1", None)),
@@ -369,7 +369,10 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         without(OMPI, "OMPI_COMM_WORLD_RANK"),
         "but OMPI_COMM_WORLD_RANK is not",
     ),
-    "mpiexec of MPICH": (MPICH, "does not identify its starts: export MASTER_PORT"),
+    "mpiexec of MPICH": (
+        MPICH,
+        "does not identify its starts, so no port can be derived: export MASTER_PORT",
+    ),
     "mpiexec with an address": (
         MPICH | env("MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
         (1, 2, 1, 2, "127.0.0.1", 29500),
@@ -383,11 +386,11 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         | env("MASTER_PORT=29500"),
         (1, 2, 1, 2, "127.0.0.1", 29500),
     ),
-    "PMIx alone": (env("PMIX_RANK=3 PMIX_NAMESPACE=x"), "PMIX_RANK=3 come from a launcher that"),
+    "PMIx alone": (env("PMIX_RANK=3 PMIX_NAMESPACE=x"), "the launcher that set PMIX_RANK=3 does"),
     "PMI_RANK alone": (env("PMI_RANK=3"), "but PMI_SIZE is not"),
     "PALS without PMI": (
         env("PALS_RANKID=1 PALS_APID=x"),
-        "PALS_RANKID=1 come from a launcher that does not say how many ranks",
+        "the launcher that set PALS_RANKID=1 does not say how many ranks",
     ),
     "PALS, the image's WORLD_SIZE=1": (
         env("RANK=0 WORLD_SIZE=1 PALS_RANKID=1 PALS_APID=x"),
@@ -395,9 +398,12 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "PMIx and RANK without LOCAL_RANK": (
         env("RANK=5 WORLD_SIZE=8 PMIX_RANK=5 MASTER_ADDR=h MASTER_PORT=29500"),
-        "are set, but LOCAL_RANK, ",
+        "has not set LOCAL_RANK, ",
     ),
-    "mpirun_rsh of MVAPICH": (env("MPIRUN_RANK=1 MPIRUN_NPROCS=4"), "MPIRUN_RANK=1 come from"),
+    "mpirun_rsh of MVAPICH": (
+        env("MPIRUN_RANK=1 MPIRUN_NPROCS=4"),
+        "the launcher that set MPIRUN_RANK=1 does",
+    ),
     "MPIJob without mpirun": (env("K_MPI_JOB_ROLE=launcher"), "put mpirun before the command"),
     "Vertex AI": (
         {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"], "workerpool1": ["b", "c"]}}'},
@@ -517,7 +523,7 @@ def test_keys_replace_the_launchers_address() -> None:
 def test_the_key_for_the_address_is_refused_under_torchrun() -> None:
     place = detect(TORCHRUN)
     assert place is not None and place.with_port(29600).master_port == 29500
-    with pytest.raises(UserError, match="give torchrun --master-addr=host1"):
+    with pytest.raises(UserError, match="start torchrun with --master-addr=host1"):
         detect(TORCHRUN, "host1")
 
 

@@ -288,7 +288,7 @@ def test_a_value_of_an_older_version_is_refused_unless_overridden() -> None:
 def test_a_copied_run_has_the_name_of_its_folder() -> None:
     there = check_config(Config(run="a", seed=5), own_samples=True)
     config, line = continued(Config(run="b"), there, Given(set(), set()), None)
-    assert config.run == "b" and line is not None and line.startswith("run=b: taken over")
+    assert config.run == "b" and line is not None and line.startswith("run=b: values kept")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_removed_keys_of_an_old_configuration_are_left_out(
     (folder / "config-2.yaml").write_text("tp: 2\nmodel: {")  # torn by a crash
     line = left_out(folder)
     assert line is None if said is None else line is not None and said in line
-    assert said is None or str(line).startswith("run=a: this version no longer has ")
+    assert said is None or str(line).startswith("run=a: keys that this version no longer has ")
 
 
 def test_the_last_start_is_the_last_one_that_reached_a_step(tmp_path: Path) -> None:

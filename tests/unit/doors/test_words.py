@@ -193,8 +193,8 @@ REFUSED = [
     (["tp=1", "++tp=2"], ["tp=1 and ++tp=2", "given twice"]),
     (["model=gpt_tiny", "model=llama_tiny"], ["model is given twice"]),
     (["train={steps:1}", "train.steps=2"], ["train={steps:1} and train.steps=2"]),
-    (["data.blend={a:1,a:2}"], ["a is twice in the same braces"]),
-    (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 is twice"]),
+    (["data.blend={a:1,a:2}"], ["a occurs twice in the same braces"]),
+    (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 occurs twice"]),
     (["run=int(5)"], ["run is text", "'run=\"int(5)\"'"]),
     (["run=it's"], ["""'run="it'"'"'s"'"""]),
     (["data.path=a=b"], ["'data.path=\"a=b\"'"]),
@@ -202,16 +202,22 @@ REFUSED = [
     (["run={a:1}"], ["must be null or text"]),
     (["logger.tags=1.10"], ["must be a list of words"]),
     (["runs_dir="], ["runs_dir= is empty"]),
-    (["runs_dir=~nobody-of-this-name/x"], ["nobody's home", "./~nobody-of-this-name/x"]),
+    (
+        ["runs_dir=~nobody-of-this-name/x"],
+        ["this host knows no such home directory", "./~nobody-of-this-name/x"],
+    ),
     (["runs_dir=$SCRATCH/x"], ["begins with $", "${oc.env:NAME}"]),
-    (['data.path="~/a,~nobody-of-this-name/b"'], ["nobody's home"]),
-    (["runs_dir=/scratch/$USER/runs"], ["has $USER, which nothing here expands", "${oc.env:USER}"]),
-    (["data.path=web/x-$USER.txt"], ["has $USER, which nothing here expands"]),
+    (['data.path="~/a,~nobody-of-this-name/b"'], ["this host knows no such home directory"]),
+    (
+        ["runs_dir=/scratch/$USER/runs"],
+        ["has $USER, which parallel3d does not expand", "${oc.env:USER}"],
+    ),
+    (["data.path=web/x-$USER.txt"], ["has $USER, which parallel3d does not expand"]),
     (["runs_dir=s3://bucket/runs"], ["is an address, but must be a path on this host"]),
     (["init_from=hf://someone/model"], ["is an address"]),
     (["run=x-${dp}"], ["run=x-${dp}: the reference ${…} has no value", "x-None"]),
-    (["train.batch_schedule={0:8,0.0:16}"], ["0 and 0.0 are one name"]),
-    (["data.blend_stages={1e9:{a:1},1000000000:{b:1}}"], ["1e9 and 1000000000 are one name"]),
+    (["train.batch_schedule={0:8,0.0:16}"], ["0 and 0.0 are the same name"]),
+    (["data.blend_stages={1e9:{a:1},1000000000:{b:1}}"], ["1e9 and 1000000000 are the same name"]),
 ]
 
 
@@ -225,7 +231,9 @@ def test_a_refusal_gives_the_reason(words: list[str], parts: list[str]) -> None:
 @pytest.mark.parametrize("run", ["exp-$SLURM_JOB_ID", "$USER", "${USER}-1"])
 def test_a_run_that_is_named_by_a_variable_is_refused(run: str) -> None:
     """With `run: exp-$SLURM_JOB_ID` in a file, all jobs would be one run."""
-    with pytest.raises(UserError, match=r"which nothing here expands.*\$\{oc\.env:(SLURM|USER)"):
+    with pytest.raises(
+        UserError, match=r"which parallel3d does not expand.*\$\{oc\.env:(SLURM|USER)"
+    ):
         check_run_name(run, "runs")
 
 
@@ -251,7 +259,7 @@ def test_a_preset_and_one_of_its_keys_are_no_repetition() -> None:
 def test_a_missing_home_is_not_read_as_the_root(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", home)
     assert at_home("~/runs") == "~/runs"
-    with pytest.raises(UserError, match="nobody's home"):
+    with pytest.raises(UserError, match="this host knows no such home directory"):
         check_value("runs_dir", at_home("~/runs"))
 
 

@@ -56,7 +56,9 @@ def test_a_consequence_is_not_the_cause_even_if_it_came_first(echo: str) -> None
 def test_a_consequence_is_reported_as_one() -> None:
     gloo = "[/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:7. This is typically caused by x"
     said = from_exception(CONFIG, worker(0), RuntimeError(gloo)).sentence()
-    assert said.endswith("RuntimeError: Connection closed by peer [::1]:7; another rank went first")
+    assert said.endswith(
+        "RuntimeError: Connection closed by peer [::1]:7; another rank ended first"
+    )
 
 
 def test_out_of_memory_names_settings_that_need_less() -> None:
@@ -71,7 +73,10 @@ def test_out_of_memory_names_settings_that_need_less() -> None:
         rank = dataclasses.replace(worker(0), phase=phase)
         return from_exception(config, rank, torch.OutOfMemoryError(said)).sentence()
 
-    assert "709.12 MiB is free. The nearest that needs less is micro_batch_size=4;" in sentence(8)
+    assert (
+        "709.12 MiB is free. The nearest setting that needs less is micro_batch_size=4;"
+        in sentence(8)
+    )
     assert "needs less is recompute=full;" in sentence(1)
     assert f"needs less is tp={2 * CONFIG.tp};" in sentence(1, recompute="full")
     assert "expandable_segments" not in sentence(1)

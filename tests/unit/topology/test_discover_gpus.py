@@ -104,8 +104,8 @@ GOOD = "GPU0 GPU1 NIC0 CPU Affinity\nGPU0 X NV18 PIX 0-9\nGPU1 NV18 X SYS 0-9\n"
         (GOOD.replace("PIX", "PIXNODE"), "the row of GPU0, 'X NV18 PIXNODE', cannot be read"),
         (GOOD.replace("PIX", "NV2"), "the row of GPU0, 'X NV18 NV2'"),
         (GOOD.replace("X NV18", "NV18 NV18"), "the row of GPU0, 'NV18 NV18 PIX'"),
-        (GOOD.replace("GPU0 GPU1 NIC0", "GPU0 GPU2 NIC0"), "does not count the GPUs"),
-        (GOOD.replace("GPU0 GPU1 NIC0", "GPU0 GPU1 NIC0 NIC0"), "does not count the GPUs"),
+        (GOOD.replace("GPU0 GPU1 NIC0", "GPU0 GPU2 NIC0"), "must begin with GPU0, GPU1"),
+        (GOOD.replace("GPU0 GPU1 NIC0", "GPU0 GPU1 NIC0 NIC0"), "must begin with GPU0, GPU1"),
     ],
 )
 def test_invalid_matrices_are_refused_in_a_sentence(text: str, said: str):
@@ -166,7 +166,9 @@ def test_discovery_makes_as_many_hosts_as_the_ranks_need():
     run = machine(fixture("topo_gb200"))
     config = ClusterConfig(source="local")
     assert discover(config, {}, run, world_size=9).nodes == 3
-    with pytest.raises(UserError, match=r"too few for 9 ranks; the nearest is cluster\.nodes=3"):
+    with pytest.raises(
+        UserError, match=r"too small for 9 ranks .* the nearest is cluster\.nodes=3"
+    ):
         discover(ClusterConfig(source="local", nodes=2), {}, run, world_size=9)
 
 
@@ -242,7 +244,7 @@ def test_cards_of_several_kinds_are_distinguished_or_refused() -> None:
     with pytest.raises(UserError, match=r"by speed.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         own_gpus(MIXED, "1", order={})
     for visible in (None, "0,1"):
-        with pytest.raises(UserError, match="a cluster has one kind: choose some"):
+        with pytest.raises(UserError, match="all GPUs of a cluster must be of one kind: choose"):
             own_gpus(MIXED, visible)
     typed = own_gpus("NVIDIA A100-SXM4-40GB, 40960\n" * 7 + "NVIDIA A100-SXM4-40GB, 40536\n")
     assert typed.gpu_memory_gb == pytest.approx(42.5, abs=0.05)  # the smallest one

@@ -105,7 +105,7 @@ def test_a_way_back_without_a_wire_is_refused() -> None:
     # Ranks 0 and 1 in one NVLink domain, 1 and 2 on rail 1; 2 and 0 share neither.
     placement = RankMapping(cluster, layout, np.array([0, 1, 3]), "by hand")
     sent = transfers(config, layout)
-    with pytest.raises(UserError, match=r"pp=3 with tp=1: .*rank 2 .*rank 0 .*no path"):
+    with pytest.raises(UserError, match=r"pp=3 with tp=1: .*no path between rank 2 .*rank 0 "):
         refuse_unreachable(placement, classify(placement), sent)
     as_v = config_of("zbv", 3, 2)
     layout = Blueprint.of(as_v).looped_layout

@@ -95,7 +95,7 @@ def test_more_ranks_than_gpus_on_a_host_are_reported() -> None:
     assert slots.tolist() == [0, 1, 2, 3, 4, 5]
     assert made_up.node_name(0) == "node0"
     assert note == (
-        "laptop runs 6 ranks but has 2 GPUs: GPUs of cluster test are taken in launch order"
+        "laptop runs 6 ranks but has 2 GPUs: GPUs of cluster test are assigned in launch order"
     )
 
 
@@ -267,13 +267,19 @@ def test_the_map_follows_the_rank_file(tmp_path: Path) -> None:
     [
         ("0 h1 0\n1 h1", r"ranks line 2, '1 h1', cannot be read: it must be `rank host local"),
         ("0 h1 0\n4 h1 1", r"ranks line 2 places rank 4, .* ranks 0 to 3; the nearest is 3"),
-        ("0 h1 0\n\n0 h1 1", r"ranks line 3 gives h1 1 to rank 0, but line 1 has that rank"),
+        (
+            "0 h1 0\n\n0 h1 1",
+            r"ranks line 3 gives h1 1 to rank 0, but line 1 already names that rank",
+        ),
         ("0 h1 0\n1 h3 1", r"ranks line 2 names h3 1, where no rank .*; the nearest is h1 1"),
         ("0 h1 0\n1 h2.site 2", r"ranks line 2 names h2\.site 2, .* nearest is h2\.site [01]"),
-        ("0 h1 0\n1 h1 0", r"ranks line 2 gives h1 0 to rank 1, but line 1 has that process"),
-        ("0 h1 0\n1 h1 1\n3 h2 1", r"no line for rank 2; `2 h2\.site 0` is free"),
-        ("# none", r"no line for rank 0 and 3 more; `0 h1 0` is free"),
-        ("0 h1 1\n1 h1 0\n2 h2 0\n3 h2 1", r"line 1 puts rank 0 elsewhere .* must be `0 h1 0`"),
+        (
+            "0 h1 0\n1 h1 0",
+            r"ranks line 2 gives h1 0 to rank 1, but line 1 already names that process",
+        ),
+        ("0 h1 0\n1 h1 1\n3 h2 1", r"no line for rank 2; add a line such as `2 h2\.site 0`"),
+        ("# none", r"no line for rank 0 and 3 more; add a line such as `0 h1 0`"),
+        ("0 h1 1\n1 h1 0\n2 h2 0\n3 h2 1", r"line 1 places rank 0 on another .* must be `0 h1 0`"),
     ],
 )
 def test_a_wrong_line_is_named_with_a_correction(lines: str, sentence: str) -> None:
@@ -446,6 +452,6 @@ def test_a_placement_that_does_not_fit_is_reported_once(
 def test_two_hosts_with_the_same_name_are_refused() -> None:
     """Tests clones of a virtual machine, which share a name."""
     clones = [Process("ubuntu", local) for local in (0, 1, 0, 1)]
-    with pytest.raises(UserError, match="2 ranks are number 0 of a host named ubuntu"):
+    with pytest.raises(UserError, match="2 ranks have the local index 0 on hosts named ubuntu"):
         place_processes(config("auto", dp=4), clones, cluster(2, 2))
     place_processes(config("default", dp=4), clones, None)  # then no names are needed

@@ -190,7 +190,7 @@ def test_unreadable_placements_name_the_nearest_choice() -> None:
         ("tp4-dp4-pp2", "placement=tp-dp-pp"),
         ("pp-tp-dp-zz", "placement=tp-dp-pp"),
     ):
-        with pytest.raises(UserError, match=f"placement='{text}'.*nearest: {nearest}$"):
+        with pytest.raises(UserError, match=f"placement='{text}'.*the nearest is {nearest}$"):
             place(text, cluster, layout, some_traffic(layout))
     with pytest.raises(ValueError, match="8 GPUs for 16 ranks"):
         place("auto", a_cluster(1), layout, some_traffic(layout))
