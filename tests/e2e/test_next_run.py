@@ -49,7 +49,10 @@ def test_a_run_starts_from_another_and_resumes_without_its_keys(
         (("init_from=old", "model.hidden_size=64"), "init_from=old@2 gives model.hidden_size=32"),
         (("init_from=old", "model=gpt_tiny"), "init_from=old@2 gives model.num_layers=2"),
         (("init_from=old", "init_optimizer=true", "optim=sgd"), "the nearest is optim=adamw"),
-        (("init_optimizer=true",), "init_optimizer=true loads the optimizer's state of init_from"),
+        (
+            ("init_optimizer=true",),
+            "init_optimizer=true loads the optimizer's state from init_from",
+        ),
         (("init_from=book.txt",), "must be a run in runs_dir=runs"),
         (("run=new", "init_from=old@1"), "init_from is 'old@2' there, now 'old@1'"),
         (("run=new", "seed=8"), "seed is 9 there, now 8"),
