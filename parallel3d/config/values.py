@@ -94,7 +94,7 @@ _IMPLIED = {"mlp": ("activation",), "layer": PARTS[:-1]}
 
 
 def words_of(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the words in a list, a single word, or text such as `[norm,mlp]`."""
+    """Returns the words of a value: of a list, a single word, or text such as `[norm,mlp]`."""
     if not isinstance(value, str):
         return tuple(value)
     return tuple(word.strip() for word in value.strip("[]").split(",") if word.strip())

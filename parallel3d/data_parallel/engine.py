@@ -332,7 +332,7 @@ class BucketedDataParallel:
                 self.reduce_bucket(index)
 
     def reduce_bucket(self, index: int) -> None:
-        """Starts the reduction of a bucket that has all gradients of this rank."""
+        """Starts the reduction of a bucket to which this rank will add no more gradients."""
         bucket = self.buckets[index]
         if self.observer is not None:
             self.observer.full(bucket)

@@ -1,8 +1,8 @@
-"""Finds this host's GPUs that torch can use, and hints that a GPU is intended, without torch.
+"""Finds the GPUs of this host that torch can use, and signs that a GPU is intended.
 
-It asks the driver, which applies the same masks and the same order (the fastest GPU first) as in
-the ranks; NVML and nvidia-smi number the GPUs differently. A wrong `device` must be refused within
-two seconds, and the import of torch alone takes one second.
+Torch is not imported. The driver is asked, which applies the same masks and order (the fastest GPU
+first) as in the ranks; NVML and nvidia-smi number the GPUs differently. A wrong `device` must be
+refused within two seconds, and the import of torch alone takes one second.
 """
 
 from __future__ import annotations
