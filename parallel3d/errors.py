@@ -57,7 +57,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def nearest_hint(word: str, known: Iterable[str], key: str = "") -> str:
     """Returns "; the nearest is …" for the end of a sentence, or "" if no known word is close.
 
-    `key` is put before the word, such as "format=".
+    `key`, such as "format=", is put before the word.
     """
     close = nearest(word, known)
     return f"; the nearest is {key}{close}" if close else ""

@@ -147,7 +147,7 @@ class Manifest:
     def has_weights_alone(self) -> bool:
         """Returns whether the checkpoint holds no optimizer state.
 
-        Imports and averages of checkpoints create such checkpoints; their step is 0.
+        Importing a model and averaging checkpoints create such checkpoints; their step is 0.
         """
         return self.step == 0
 

@@ -125,7 +125,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts to dotted names; a dict that is a key's value stays whole."""
+    """Flattens nested dicts to dotted names; a value of a key of type dict stays whole."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = all_keys().get(f"{prefix}{name}")

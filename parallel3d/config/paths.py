@@ -1,4 +1,7 @@
-"""Expands `~` in paths, and refuses paths that cannot exist; addresses (`s3://…`) stay."""
+"""Expands `~` in paths, and refuses paths that cannot exist.
+
+Addresses (`s3://…`) are left as they are, and are refused except for keys of corpora.
+"""
 
 from __future__ import annotations
 

@@ -340,10 +340,10 @@ def open_corpus(
 ) -> Corpus | Blend:
     """Opens the text that `data` describes; builds its token cache and plans if they are missing.
 
-    The share `data.held_out` of each text is held out at its end; unless the share is 0, that is at
-    least one sample of `seq_length` + 1 tokens. `vocab_size` is the size of the model's
-    vocabulary, which a pair's tokens must not exceed; None stands for the tokenizer's. Raises
-    UserError.
+    The end of each text is held out: the share `data.held_out`, and at least one sample of
+    `seq_length` + 1 tokens, or one conversation, unless the share is 0. `vocab_size` is the size of
+    the model's vocabulary; all tokens of a pair must be below it. None stands for the tokenizer's
+    vocabulary. Raises UserError.
     """
     folder = cache.folder_of(data)
     if data.name in ("corpus", "blend"):

@@ -685,11 +685,11 @@ class _Moments:
         return self.table if stage.last and not self._ties(stage) else 0.0
 
     def _beside(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
-        """Returns the bytes of the other pass while a forward and a backward take turns.
+        """Returns the bytes that the other pass adds while a forward and a backward take turns.
 
-        The forward keeps a layer for each layer that the backward frees, and the two are at most
-        two layers apart. A backward that recomputes exchanges of tokens waits more often, so it
-        falls behind the forward.
+        For each layer whose tensors the backward frees, the forward keeps the tensors of one layer,
+        so the passes stay within two layers of each other. If the backward also repeats exchanges
+        of tokens, it waits more often and falls further behind.
         """
         if kind == Kind.F:
             most = self._most(stage.backward, lambda layer: layer.backward)

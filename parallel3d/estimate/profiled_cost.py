@@ -139,8 +139,8 @@ def tables_of(model: ModelConfig) -> dict[str, int]:
     return found
 
 
-# Names of single numbers: the host's seconds per pipeline action, the GB of a rank without tensors,
-# the GB of the whole machine or GPU, and the peak TFLOP/s of a device.
+# Names of single numbers: the host's seconds per pipeline action, the GB that a rank takes without
+# tensors, the GB of the whole machine or GPU, and the peak TFLOP/s of a device.
 NUMBERS = ("launch.action", "rank_gb", "memory_gb", "peak_tflops")
 
 

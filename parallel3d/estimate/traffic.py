@@ -330,7 +330,10 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields one message per micro-batch, direction and boundary (pipeline/executor.py)."""
+    """Yields the messages between stages, one per micro-batch, boundary and direction.
+
+    If messages are sent in slices, all-gathers over tp put them together (pipeline/executor.py).
+    """
     after, before = rank.neighbours(1), rank.neighbours(-1)
     back = rank.neighbours(-1, with_backward=True)
     yield from _messages(rank, after, back)
@@ -350,7 +353,7 @@ def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]
 
 
 def _data(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the collectives of gradient buckets or FSDP units, and the sum of token counts.
+    """Yields the collectives of gradient buckets or FSDP units, and that of the token counts.
 
     See data_parallel/reducer.py.
     """

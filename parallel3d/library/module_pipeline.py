@@ -673,9 +673,9 @@ def refuse_uneven(
         if len(left_out) > 8:
             counts += ", …"
         raise UserError(
-            f"targets hold {ignored}, which the loss leaves out, {counts} times in the "
-            "micro-batches, so each is divided by its own number of targets, and the mean of these "
-            "means is not the batch's mean; give "
+            f"the micro-batches have {counts} targets of {ignored}, which the loss leaves out, so "
+            "their losses may be means over different numbers of targets, and the mean of these "
+            "losses is not the batch's mean; give "
             f"Pipeline(weight=lambda targets: (targets != {ignored}).sum()), or "
             "weight=lambda *targets: 1 where loss_fn divides by the same number each time"
         )

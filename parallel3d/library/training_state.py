@@ -215,8 +215,8 @@ def _named(
             if parameter not in names:
                 raise UserError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "in the module, but must have parameters of it alone; give the module that "
-                    "holds all of them"
+                    "in the module; all its parameters must belong to the module: give the module "
+                    "that holds all of them"
                 )
             yield names[parameter], parameter, index
 

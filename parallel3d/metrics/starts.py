@@ -105,7 +105,7 @@ def goodput(starts: list[Start], steps_s: float, now: float | None = None) -> Go
     Args:
         starts: the starts of the run, oldest first.
         steps_s: seconds of the steps in metrics.jsonl that were not skipped.
-        now: Unix time at which the run ended; None stands for the time of its last line.
+        now: Unix time up to which the run is counted, or None for the last time in starts.jsonl.
     """
     if not starts:
         return None

@@ -5,12 +5,12 @@ place in the model, such as `layers.3.mlp`. So all layouts drop the same element
 stored, recomputation needs no generator state, and a resumed run uses the same masks as an
 uninterrupted one.
 
-Each row of channels has a 64-bit key, computed modulo 2⁶⁴:
+Each row of channels has a 64-bit key: the hash (`device/hashing.py`), modulo 2⁶⁴, of
 
-    site + A · sample + B · (2³² · head + position)
+    S + A · sample + B · (2³² · head + position)
 
-A hash of the key and the channel (`device/hashing.py`) gives a 32-bit integer x. An element is
-dropped if the low 31 bits of x are below p · 2³¹. All other elements are divided by 1 − p.
+where S is a hash of seed and site. A hash of the key and the channel gives a 32-bit integer x. An
+element is dropped if the low 31 bits of x are below p · 2³¹. All others are divided by 1 − p.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class MuonByKind:
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
-        """Replaces the updates in these segments' gradients, like `Muon.orthogonalize`."""
+        """Orthogonalizes the updates in these segments' gradients, like `Muon.orthogonalize`."""
         given = list(segments)
         for is_expert, muon in self.parts.items():
             muon.orthogonalize([s for s in given if s.spec.is_expert is is_expert])

@@ -347,8 +347,8 @@ def sum_of_powers(
 ) -> Tensor:
     """Returns Σ |g|^norm_type, or max |g| for inf, over these gradients, a scalar in float64.
 
-    `summed_in`: dtype of the sums inside a gradient, or None for fp32 in half precision and the
-    gradient's own dtype otherwise.
+    `summed_in`: dtype of the sums inside a gradient. None stands for fp32 if the gradient has half
+    precision, and for the gradient's own dtype otherwise.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -65,7 +65,7 @@ def _gather(
     """Returns (rank, shard, CPU tensor) of all given shards on rank 0, else []; collective.
 
     Ranks send specs and dtypes as JSON, then the values as bytes, one rank after another. NCCL only
-    sends device memory, so rank 0's device holds one message at a time.
+    sends device memory, so values pass through rank 0's device, one message at a time.
     """
     # `dataclasses.astuple` would make deep copies.
     facts = [[[getattr(spec, f) for f in FIELDS], str(values.dtype)] for spec, values in shards]

@@ -40,7 +40,7 @@ class ParameterSlice:
 
 
 def state_slice(name: str, values: Tensor, groups: ProcessGroups) -> ParameterSlice:
-    """Returns a slice of a tensor that training keeps but does not step.
+    """Returns a slice of a tensor that changes without the optimizer, such as a router's bias.
 
     `name` is the full name of the tensor. `values` are flat, live, and equal on all ranks of a
     pipeline stage.

@@ -68,7 +68,9 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.microbatch < 0 or self.chunk < 0:
-            raise ValueError(f"micro-batches and chunks count from 0, but {self} has less")
+            raise ValueError(
+                f"micro-batches and chunks are numbered from 0, but {self} has a negative number"
+            )
         object.__setattr__(self, "row", row_of(self.kind, self.chunk))
 
     def __str__(self) -> str:

@@ -110,7 +110,7 @@ def mean_of_valid(out: Tensor, y: Tensor) -> Tensor:
 
 # (loss_fn, weight, learned targets, others, dp) → "" if accepted, or the beginning of the error.
 UNEVEN, EVEN = (6, 1, 3, 2), (4, 4, 4, 4)
-HOLD = "targets hold -100, which the loss leaves out, 0, 5, 3, 4 times in the micro-batches"
+HOLD = "the micro-batches have 0, 5, 3, 4 targets of -100, which the loss leaves out"
 MODULE, W = nn.CrossEntropyLoss(), "Pipeline(weight=…)"
 CASES: list[tuple[str, Callable[..., Tensor], Any, tuple[int, ...], int, str]] = [
     ("plain", loss_of, None, UNEVEN, -100, HOLD),
@@ -184,5 +184,5 @@ def over_replicas() -> tuple[str, str]:
 
 def test_replicas_with_different_numbers_of_targets_are_weighted(pool: Pool) -> None:
     for masked, weighted in pool.run(4, over_replicas):
-        assert masked.startswith("targets hold -100, which the loss leaves out, 2, 2, 2, 2 times")
+        assert masked.startswith("the micro-batches have 2, 2, 2, 2 targets of -100")
         assert weighted == ""

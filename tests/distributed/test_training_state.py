@@ -230,7 +230,7 @@ def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
         "parameter/1.weight has type torch.complex64, but must have one that a checkpoint",
         "parameter/weight has shape [3, 2] on rank 1, but must have [2, 2]",
         "but must have that of the parameter, (6, 5); use an optimizer such as AdamW",
-        "not in the module, but must have parameters of it alone",
+        "not in the module; all its parameters must belong to the module",
         "load(step=7) must be a checkpoint in",
         "has parameter/0.weight of shape (3, 2), but must have it of shape (4, 2)",
         "has no 2.bias, but must be of this model; the nearest is",
