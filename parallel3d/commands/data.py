@@ -40,6 +40,7 @@ DAMAGED = 1  # exit code for a damaged corpus
 READ = 1 << 20  # number of tokens, or lengths, that are read at a time
 SHOWN = 200  # maximum number of characters of a document that are shown
 LINE_EVERY_S = 10  # seconds between progress lines without a terminal
+PAIR = (".bin", ".idx")  # endings of a corpus's files
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
     "parquet, or text with one document per file, recognized by ending and first bytes; "
@@ -190,10 +191,13 @@ def tokenize_corpus(
     The arguments are those of `parallel3d data tokenize`. `kind` is its `format`, or None if the
     names of the files determine the format. Raises UserError for invalid input.
     """
-    if not to.name or to.suffix in (".bin", ".idx"):
+    if not to.name or to.suffix in PAIR:
+        near = to
+        while near.suffix in PAIR:
+            near = near.with_suffix("")
         raise UserError(
             f"to={shown(str(to))} must be a prefix without .bin or .idx; the nearest is "
-            f"to={to.with_suffix('') if to.name else 'web'}"
+            f"to={near if to.name else 'web'}"
         )
     begun = is_begun(to)
     if not begun:

@@ -32,9 +32,14 @@ class _Unknown(Exception):
 
 
 class MetaResults:
-    """Runs operators on meta tensors, each only once for the same shapes and other arguments."""
+    """Runs operators on meta tensors, each only once for the same shapes and other arguments.
 
-    def __init__(self) -> None:
+    After `most` different calls all are forgotten, because numbers that change at every step, such
+    as a learning rate, would fill the memory.
+    """
+
+    def __init__(self, most: int = 20_000) -> None:
+        self.most = most
         # What an operator returns: new tensors, positions of arguments, or both in a tuple. None
         # stands for operators that must always run.
         self._known: dict[Any, tuple[Any] | None] = {}
@@ -42,7 +47,7 @@ class MetaResults:
     def run(self, operator: Callable[..., Any], data: list[Any], named: dict[str, Any]) -> Any:
         """Returns what `operator(*data, **named)` returns; the operator must be no view."""
         try:
-            key = operator, _key(data), _key([*named.items()])
+            key = operator, _key(data), _key([*named.items()]), torch.get_default_dtype()
             known = self._known.get(key)
         except (_Unknown, TypeError):  # TypeError: an argument is not hashable
             return operator(*data, **named)
@@ -50,6 +55,8 @@ class MetaResults:
             return _made(known[0], data)
         out = operator(*data, **named)
         if key not in self._known:
+            if len(self._known) >= self.most:
+                self._known.clear()
             is_reshaped = _key(data) != key[1]  # by an operator such as transpose_
             self._known[key] = None if is_reshaped else _described(out, data, named)
         return out
@@ -77,14 +84,17 @@ def _made(description: Any, data: list[Any]) -> Any:
 
 def _described(out: Any, data: list[Any], named: dict[str, Any]) -> tuple[Any] | None:
     """Returns the description of results, in a tuple; None if they cannot be made again."""
-    positions = {id(value): at for at, value in enumerate(data) if isinstance(value, Tensor)}
+    given = [id(value) for value in data if isinstance(value, Tensor)]
+    positions = {id(value): at for at, value in enumerate(data)}
     taken = {storage_address(t.untyped_storage()) for t in _tensors((data, *named.values()))}
 
     def describe(value: Any) -> Any:
         if value is None:
             return None
         if isinstance(value, Tensor):
-            if id(value) in positions:
+            if id(value) in given:
+                if given.count(id(value)) > 1:  # another call may pass two different tensors
+                    raise _Unknown
                 return positions[id(value)]
             storage = value.untyped_storage()
             new = _New(value.shape, value.stride(), value.dtype)

@@ -117,7 +117,11 @@ def test_a_tokenizer_with_fewer_tokens_than_asked_for_is_reported(
             "data tokenize input=a.jsonl to=x format=json",
             ["format=json", "the nearest is", "jsonl"],
         ),
-        ("data tokenize input=a.jsonl to=x.bin", ["must be a prefix", "the nearest is to=x"]),
+        ("data tokenize input=a.jsonl to=x.bin", ["must be a prefix", "the nearest is to=x.\n"]),
+        (
+            "data tokenize input=a.jsonl to=x.bin.idx",
+            ["must be a prefix", "the nearest is to=x.\n"],
+        ),
         ("data tokenize input=a.jsonl to=x text_key=t workers=1", ["12 of the first 12 rows"]),
         ("data train-tokenizer input=a.jsonl vocab_size=9 to=t.json", ["at least 257"]),
         ("data show", ["needs prefix=…"]),

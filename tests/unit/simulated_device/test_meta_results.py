@@ -107,6 +107,34 @@ def test_arguments_that_are_equal_but_of_other_types_have_their_own_results() ->
     assert made == [torch.int64, torch.float32, torch.int64, torch.int64, torch.float32]
 
 
+def test_a_tensor_that_is_given_twice_stands_for_no_other_pair() -> None:
+    results = MetaResults()
+    same, target, factor = meta(3), meta(3), meta(3)
+    assert results.run(aten.mul_.Tensor, [same, same], {}) is same
+    assert results.run(aten.mul_.Tensor, [target, factor], {}) is target
+
+
+def test_the_default_dtype_decides_what_whole_numbers_become() -> None:
+    results, before = MetaResults(), torch.get_default_dtype()
+    for dtype in (torch.float32, HALF, torch.float32):
+        try:
+            torch.set_default_dtype(dtype)
+            made = results.run(aten.mul.Scalar, [meta(3, dtype=torch.int64), 1.5], {})
+        finally:
+            torch.set_default_dtype(before)
+        assert made.dtype == dtype
+
+
+def test_numbers_that_change_at_each_step_do_not_fill_the_memory() -> None:
+    results, target = MetaResults(most=3), meta(3)
+    ran = []
+    for factor in (1.0, 2.0, 1.0, 3.0, 1.0, 4.0, 1.0):
+        with Calls() as calls:
+            results.run(aten.mul_.Scalar, [target, factor], {})
+        ran.append("mul_" in calls.names)
+    assert ran == [True, True, False, True, False, True, True]  # forgotten before the fourth
+
+
 def test_values_on_the_host_decide_sizes() -> None:
     results = MetaResults()
     for counts in ([1, 2], [4, 4]):
