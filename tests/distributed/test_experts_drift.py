@@ -60,11 +60,13 @@ def test_experts_and_biases_that_drift_are_named(sizes: Sizes, pool: Pool) -> No
     assert said_by_any(pool, sizes, nothing_changed) == []
     found = said_by_any(pool, sizes, changed_experts)
     assert len(found) == 1
-    assert re.search(r"different layers\.1\.mlp\.experts\.down, replicated over edp", found[0])
+    assert re.search(
+        r": layers\.1\.mlp\.experts\.down, which is replicated over edp, differs", found[0]
+    )
     found = said_by_any(pool, sizes, changed_bias)
     assert found
     for sentence in found:
-        assert re.search(r"different layers\.0\.mlp\.router\.bias, replicated over ", sentence)
+        assert re.search(r": layers\.0\.mlp\.router\.bias, which is replicated over ", sentence)
 
 
 @planted(COPY_GROUPS)

@@ -110,6 +110,7 @@ def mean_of_valid(out: Tensor, y: Tensor) -> Tensor:
 
 # (loss_fn, weight, learned targets, others, dp) → "" if accepted, or the beginning of the error.
 UNEVEN, EVEN = (6, 1, 3, 2), (4, 4, 4, 4)
+THREES = "the micro-batches have 3, 5, 4, 4 targets of 3, which"
 HOLD = "the micro-batches have 0, 5, 3, 4 targets of -100, which the loss leaves out"
 MODULE, W = nn.CrossEntropyLoss(), "Pipeline(weight=…)"
 CASES: list[tuple[str, Callable[..., Tensor], Any, tuple[int, ...], int, str]] = [
@@ -117,7 +118,7 @@ CASES: list[tuple[str, Callable[..., Tensor], Any, tuple[int, ...], int, str]] =
     ("in a module", lambda o, y: MODULE(o.flatten(0, 1), y.flatten()), None, UNEVEN, -100, HOLD),
     ("as many", loss_of, None, EVEN, -100, ""),
     ("none", loss_of, None, (6, 6, 6, 6), -100, ""),
-    ("other value", partial(loss_of, ignore_index=3), None, UNEVEN, 3, "targets hold 3, which"),
+    ("other value", partial(loss_of, ignore_index=3), None, UNEVEN, 3, THREES),
     ("other value, no mark", partial(loss_of, ignore_index=9), None, UNEVEN, 3, ""),
     ("a sum", partial(loss_of, reduction="sum"), None, UNEVEN, -100, ""),
     ("its own count", mean_of_valid, lambda y: 1, UNEVEN, -100, ""),

@@ -271,7 +271,9 @@ def test_named_tokens_that_do_not_exist_are_reported(
     assert isinstance(tokenizer, FileTokenizer)
     (line,) = tokenizer.doubts()
     assert words in line
-    with pytest.raises(UserError, match=f"writes {refused}, which a" if refused else "cannot be"):
+    with pytest.raises(
+        UserError, match=f"writes {refused}, but this token" if refused else "cannot be"
+    ):
         ChatTemplate(tokenizer)
 
 
