@@ -40,7 +40,7 @@ class MetaResults:
 
     def __init__(self, most: int = 20_000) -> None:
         self.most = most
-        # What an operator returns: new tensors, positions of arguments, or both in a tuple. None
+        # Results of operators: new tensors, positions of arguments, or both in a tuple. None
         # stands for operators that must always run.
         self._known: dict[Any, tuple[Any] | None] = {}
 
