@@ -19,6 +19,15 @@ OTHERS_WRITE = 0o022
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
+def text_of_file(path: str | Path) -> str:
+    """Returns the text of a file that a user wrote, in UTF-8, on whatever system.
+
+    Line ends are "\\n", and a byte order mark is dropped: editors on Windows write both. Raises
+    OSError, and UnicodeDecodeError if the file is not UTF-8.
+    """
+    return Path(path).read_text(encoding="utf-8-sig")
+
+
 def write_durably(path: Path, content: bytes) -> None:
     with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))

@@ -90,6 +90,7 @@ from parallel3d.run.launcher_environment import (
 from parallel3d.run.local_workers import listen_here, run_here
 from parallel3d.run.rendezvous import CAN_RESUME, OtherStart, tell_rank_0
 from parallel3d.run.worker import count_ranks_here, run_joined
+from parallel3d.text import count
 from parallel3d.versions import OF_A_RUN, check_versions, newer
 
 CGROUPS = Path("/proc/self/cgroup")
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     the user's input is invalid, and 128 + n if signal n stopped the command.
     """
     prepare_streams()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = _without_marks(sys.argv[1:] if arguments is None else arguments)
     try:
         if not arguments or arguments[0] in ("help", *HELP):
             names = arguments[1:] if arguments[:1] == ["help"] else []
@@ -158,6 +159,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
+
+
+def _without_marks(words: Sequence[str]) -> list[str]:
+    """Returns the words without carriage returns at their ends and byte order marks before them.
+
+    A shell that reads words from a list leaves these there if the list was edited on Windows.
+    """
+    kept = [word.removeprefix("\ufeff").rstrip("\r") for word in words]
+    if changed := sum(new != old for new, old in zip(kept, words, strict=True)):
+        print_line(
+            f"{count(changed, 'word')} of the command line had a carriage return at the end or a "
+            "byte order mark, as in a list edited on Windows; neither is part of a word"
+        )
+    return [new for new, old in zip(kept, words, strict=True) if new or not old]
 
 
 def _reader_gone() -> int:

@@ -136,8 +136,18 @@ def _parsed(word: str) -> OverrideParser.OverrideContext:
     Positions in the parse tree are positions in `word`. Raises HydraException for a syntax error.
     """
     name, equals, value = word.partition("=")
-    listener, stream = HydraErrorListener(), InputStream(name + equals + _FOREIGN.sub("x", value))
-    lexer = OverrideLexer(stream)
+    value = _FOREIGN.sub("x", value)
+    try:
+        return _parsed_as_is(name + equals + value)
+    except HydraException:
+        # Hydra allows `=` in a value only as a function's argument; in other text it is a letter.
+        if "=" not in value:
+            raise
+        return _parsed_as_is(name + equals + value.replace("=", "x"))
+
+
+def _parsed_as_is(word: str) -> OverrideParser.OverrideContext:
+    listener, lexer = HydraErrorListener(), OverrideLexer(InputStream(word))
     parser = OverrideParser(CommonTokenStream(lexer))
     for part in (lexer, parser):
         part.removeErrorListeners()
@@ -252,7 +262,8 @@ def _text(ctx: Any, word: str) -> str:
 def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
     """Returns whether Hydra keeps the text of a primitive, so that it needs no quotes."""
     symbols = _tokens(ctx)
-    if any(_FOREIGN.search(word, symbol.start, symbol.stop + 1) for symbol in symbols):
+    spelled = [word[symbol.start : symbol.stop + 1] for symbol in symbols]
+    if any("=" in text or _FOREIGN.search(text) for text in spelled):
         return [symbol.type for symbol in symbols] == [OverrideLexer.QUOTED_VALUE]
     if len(symbols) != 1:
         return True

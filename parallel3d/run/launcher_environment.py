@@ -14,10 +14,10 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from parallel3d.errors import UserError
+from parallel3d.files import text_of_file
 from parallel3d.topology.cluster.slurm import (
     FIRST_SPECIAL_STEP,
     expand_hostlist,
@@ -185,16 +185,12 @@ class Claim:
         return None
 
 
-def _text_of(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8")
-
-
 def detect(
     environ: Mapping[str, str],
     master_addr: str | None = None,
     master_port: int = 0,
     starts: int | None = 1,
-    read: Read = _text_of,
+    read: Read = text_of_file,
 ) -> RankAssignment | None:
     """Returns the rank that a launcher gave this process; None if it starts its own ranks.
 

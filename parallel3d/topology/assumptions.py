@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from parallel3d.config.fields import AnyConfig, show
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.errors import UserError
+from parallel3d.files import text_of_file
 
 # assumed if no model is given, because the default model has too few layers to be instructive
 MODEL = "llama3_70b"
@@ -60,7 +61,7 @@ def read_given(key: str, name: str) -> str:
     Raises UserError if the file cannot be read.
     """
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return text_of_file(name)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise UserError(f"{key}={show(name)} cannot be read: {reason}.") from None

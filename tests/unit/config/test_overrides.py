@@ -57,7 +57,6 @@ BAD = [
         'optim.groups={"*":{lr_mult:2}}',
         ["have no quotes", "nearest is 'optim.groups={*:{lr_mult:2}}'"],
     ),
-    ("data.path=a=b", ["data.path=a=b", "KEY=VALUE", "'data.path=\"a=b\"'"]),
     ("data.path='a", ["data.path='a", "KEY=VALUE", "'data.path=\"a\"'"]),
     ("tp=1,2", ["tp=1,2", "--multirun", "tp=[1,2]"]),
     ("tp=${micro_batch}", ["tp=${micro_batch}", "not a key", "micro_batch_size"]),

@@ -23,12 +23,14 @@ from benchmarks.inputs.door_inputs.words import (
     taken_from_words,
 )
 from parallel3d.cli import hydra_run
+from parallel3d.cli.command_line import main
 from parallel3d.cli.verbs import Verb, parse
 from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.config.paths import at_home
 from parallel3d.errors import UserError
 from parallel3d.run.checks import check_run_name
+from parallel3d.topology.assumptions import read_given
 
 HOME = "/home/somebody"
 WORDS = [word for word in GUESSED if "," not in word]
@@ -134,6 +136,10 @@ TYPED = [
     ('data.path="~/a.txt,~/b.txt"', "data.path", f"{HOME}/a.txt,{HOME}/b.txt"),
     ("data.path=s3://bucket/1.10", "data.path", "s3://bucket/1.10"),
     ("data.path=C\\:\\\\a", "data.path", "C:\\a"),
+    ("data.path=a=b.txt", "data.path", "a=b.txt"),
+    ("data.path=~/lr=1e-3/1=2.jsonl", "data.path", f"{HOME}/lr=1e-3/1=2.jsonl"),
+    ("data.valid={v:a=b.txt}", "data.valid", {"v": "a=b.txt"}),
+    ("logger.tags=[lr=1e-3,1.10]", "logger.tags", ["lr=1e-3", "1.10"]),
 ]
 
 
@@ -197,7 +203,7 @@ REFUSED = [
     (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 occurs twice"]),
     (["run=int(5)"], ["run is text", "'run=\"int(5)\"'"]),
     (["run=it's"], ["""'run="it'"'"'s"'"""]),
-    (["data.path=a=b"], ["'data.path=\"a=b\"'"]),
+    (["data.path=a,b='c"], ["'data.path=\"a,b='"]),
     (["run=[a]"], ["must be null or text", "'run=\"[a]\"'"]),
     (["run={a:1}"], ["must be null or text"]),
     (["logger.tags=1.10"], ["must be a list of words"]),
@@ -301,6 +307,20 @@ def test_a_users_folder_is_read_as_written(tmp_path: Path, monkeypatch: pytest.M
     assert (flag, own) == (f"--config-dir={tmp_path}/mine", tmp_path / "mine")
     assert (config.run, config.runs_dir) == ("5e10423", f"{tmp_path}/runs")
     assert (config.data.path, config.logger.tags) == (f"{tmp_path}/1.10", ["no", "1.10"])
+
+
+@pytest.mark.parametrize("words", [["--version\r"], ["\ufeff--version"], ["--version", "\r"]])
+def test_marks_of_windows_are_no_part_of_a_word(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("parallel3d ") and "1 word of the command line had a carriage" in err
+
+
+def test_a_file_that_a_user_wrote_has_no_marks_of_windows(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes("\ufeffn1 0 0\r\nn2 1 0\r\n".encode())
+    assert read_given("rank_file", str(tmp_path / "hosts")) == "n1 0 0\nn2 1 0\n"
 
 
 def test_composed_reads_words_like_the_command_line() -> None:
