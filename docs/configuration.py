@@ -38,7 +38,7 @@ parallel3d train --cfg job tp=2                         # print the configuratio
 - `GROUP=PRESET` takes the file `conf/GROUP/PRESET.yaml`; `GROUP.KEY=VALUE` sets one key of it.
 - `null` stands for "left out"; lists are written `[3,5]`; no spaces around `=`.
 - Text is kept as it is typed (`run=1.10`, `run=5e10423`); with special characters it is quoted
-  twice: `'data.path="a,b.txt"'`. `~` in a path is a home. A key is typed once.
+  twice: `'data.path="a,b.txt"'`. `~` in a path is a home. Of two values of a key the last counts.
 - A bad key or value ends in one sentence that names the nearest good one, with exit code 2.
 - From Python: `parallel3d.compose("tp=2", world_size=4)` ([library.md](library.md)).
 

@@ -41,7 +41,7 @@ def draw(seed: object, number: int) -> Drawn:
     kind = rng.choices((hostile, sensible, large, odd, excluded), weights=(4, 3, 2, 1, 1))[0]
     words = kind(first, rng)
     rng.shuffle(words)
-    if rng.random() < 0.98:  # otherwise a key might be given twice and be refused
+    if rng.random() < 0.98:  # otherwise a key might be given twice
         words = list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
     world_size = rng.choice((None, None, 1, 2, 3, 4, 64, 10**6, 2**61 - 1, 0, -1))
     return Drawn(tuple(words), world_size)

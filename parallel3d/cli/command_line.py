@@ -56,7 +56,7 @@ from parallel3d.config.overrides import (
     typed_alternatives,
 )
 from parallel3d.config.schema import Config, LaunchConfig, LoggerConfig
-from parallel3d.config.words import check_twice
+from parallel3d.config.words import last_of_each
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.device.checks import check_precision_of
@@ -188,7 +188,9 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
     code if that is not 0: without an exception, Hydra would start the next job of a sweep.
     """
     # Duplicates are found before aliases are replaced, so that messages name the user's words.
-    check_twice(arguments)
+    arguments, lines = last_of_each(arguments)
+    for line in lines if prints_for_all(os.environ) else ():
+        print_line(line)
     arguments, prompt = take_prompt(arguments) if command.name == GENERATE else (arguments, None)
     arguments = [without_alias(word, command.name) for word in arguments]
     refuse_options_of_others(command, arguments)

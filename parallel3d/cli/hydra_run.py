@@ -112,8 +112,9 @@ def order_arguments(
     parser.error = _raise_argument_error
     known, rest = parser.parse_known_args(arguments)
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--config-")]
-    if len(flags) > len(set(flags)):  # argparse would ignore all but the last
-        raise UserError(f"{max(flags, key=flags.count)} is given twice; give it once.")
+    if len(flags) > len(set(flags)):
+        twice = max(flags, key=flags.count)
+        print_line(f"{twice} is given twice, and the last counts")
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
             f"--config-path={known.config_path} would replace all presets; "

@@ -14,7 +14,7 @@ from textwrap import dedent
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.config.fields import all_keys, nearest_key, show
 from parallel3d.config.paths import at_home, check_path
-from parallel3d.errors import UserError, nearest, nearest_hint
+from parallel3d.errors import UserError, nearest, nearest_hint, print_line
 from parallel3d.files import plain
 
 HELP = frozenset(("-h", "--help"))
@@ -75,7 +75,7 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
     """Returns the verb's own keys with their values, and the overrides of the configuration.
 
     `command` is the command with its verb, such as "checkpoint ls". Raises UserError for a key that
-    is unknown, given twice or missing.
+    is unknown or missing, and for a name that is given twice.
     """
     given: dict[str, str] = {}
     overrides = []
@@ -91,8 +91,11 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
             raise UserError(
                 f"{command}: {arg} is not of the form KEY=VALUE; the nearest is {example}"
             )
-        if key in given:
-            raise UserError(f"{command}: {key} is given twice, as {given[key]} and as {value}")
+        if given.get(key, value) != value:
+            both = f"{command}: {key} is given twice, as {given[key]} and as {value}"
+            if key in ("run", *verb.names):
+                raise UserError(f"{both}; leave one of them out")
+            print_line(f"{both}, which counts")
         if key in verb.keys:
             if not value:
                 raise UserError(f"{command}: {key}= is empty; give it a value: {verb.keys[key]}")

@@ -38,7 +38,7 @@ from parallel3d.config.fields import (
 from parallel3d.config.identity import flat
 from parallel3d.config.schema import ALTERNATIVES, Config, conf_dir, register_schema, sections_of
 from parallel3d.config.text import read_yaml, with_text
-from parallel3d.config.words import as_typed, braces, check_twice, option, quoted_twice
+from parallel3d.config.words import as_typed, braces, last_of_each, option, quoted_twice
 from parallel3d.errors import UserError, nearest_hint, readable
 from parallel3d.private_names import HydraFiles, hydra_sources
 
@@ -219,9 +219,9 @@ def check_overrides(
 ) -> list[str]:
     """Returns the overrides, with text in quotes where Hydra's grammar needs them.
 
-    Raises UserError for the first override that is not KEY=VALUE for a key, a section or a group,
-    and for two overrides of the same key. Overrides of Hydra's own keys pass unchanged. Values are
-    checked after composing.
+    For two overrides of one key the last is returned, and two names of a run are refused. Raises
+    UserError for the first override that is not KEY=VALUE for a key, a section or a group.
+    Overrides of Hydra's own keys pass unchanged. Values are checked after composing.
 
     Args:
         words: the words of the command line.
@@ -229,8 +229,8 @@ def check_overrides(
         sweeps: whether a key may have several values, each of which gets a run.
         schema: the schema whose keys are allowed.
     """
-    check_twice(words)
-    return [_check_override(word, schema, own, sweeps) for word in words]
+    kept, _ = last_of_each(words)
+    return [_check_override(word, schema, own, sweeps) for word in kept]
 
 
 def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: bool) -> str:

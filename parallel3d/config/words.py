@@ -34,6 +34,7 @@ _PLAIN = re.compile(r"(?!(?i:true|false|inf|nan)\Z)[A-Za-z_/][A-Za-z0-9_./-]*")
 # Matches characters that Hydra's grammar refuses outside quotes, though they mean nothing in it.
 _FOREIGN = re.compile(r"[^\w\s=,:()\[\]{}'\"\\/\-+.$%*@?|]|[^\x00-\x7f]|[\n\r\f\v]")
 _NUMBERS = (OverrideLexer.INT, OverrideLexer.FLOAT)
+RUN = "run"  # key of the run's name
 _CASTS = ("int", "float", "bool")
 _RANGES = ("range", "interval")
 
@@ -108,20 +109,38 @@ def braces(text: str) -> Any:
     return text if element is None else _inside(element, word)
 
 
-def check_twice(words: Sequence[str]) -> None:
-    """Raises UserError for a key or group that is given twice; Hydra would take the last value."""
-    seen: dict[str, str] = {}
-    for word in words:
-        typed, equals, _ = word.partition("=")
+def last_of_each(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the words in effect, and a sentence for each key or group with several values.
+
+    The last value counts, as in Hydra: a script may put words of its own before those of its user.
+    Raises UserError for two names of a run, as the other run would be trained or read.
+    """
+    kept: dict[int, str] = dict(enumerate(words))
+    seen: dict[str, int] = {}
+    set_by: dict[int, list[str]] = {}
+    lines = []
+    for place, word in enumerate(words):
+        typed, equals, value = word.partition("=")
         if word.startswith("-") or not (equals or word.startswith("~")):
             continue
-        for name in _names(typed.lstrip("+~"), word):
-            if name in seen:
-                raise UserError(
-                    f"{seen[name]} and {word}: {name} is given twice, and only one of them can "
-                    "apply; give one of them (a script may add words of its own)."
-                )
-            seen[name] = word
+        set_by[place] = names = _names(typed.lstrip("+~"), word)
+        for name in names:
+            before = seen.get(name)
+            seen[name] = place
+            if before is None:
+                continue
+            there = words[before]
+            if there.partition("=")[2] != value:
+                if name == RUN:
+                    raise UserError(
+                        f"{there} and {word}: {name} is given twice, and only one run can be "
+                        f"meant; leave {there} out, or {word}."
+                    )
+                lines.append(f"{there} and {word}: {name} is given twice, and {word} counts")
+            # A word in braces may set other keys as well; Hydra applies words in their order.
+            if names == set_by[before] == [name]:
+                kept.pop(before, None)
+    return list(kept.values()), lines
 
 
 def _names(name: str, word: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""Tests that text is kept as typed or written wherever it enters, `~` is a home, and keys are given
-once."""
+"""Tests that text is kept as typed or written wherever it enters, `~` is a home, and the last
+value of a key counts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from parallel3d.cli.verbs import Verb, parse
 from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.config.paths import at_home
+from parallel3d.config.words import last_of_each
 from parallel3d.errors import UserError
 from parallel3d.run.checks import check_run_name
 from parallel3d.topology.assumptions import read_given
@@ -195,10 +196,7 @@ def test_a_name_twice_in_a_file_is_refused(tmp_path: Path) -> None:
 
 # Arguments of one command, and parts of the refusing sentence.
 REFUSED = [
-    (["optim.lr=1e-3", "optim.lr=3e-4"], ["optim.lr=1e-3 and optim.lr=3e-4", "given twice"]),
-    (["tp=1", "++tp=2"], ["tp=1 and ++tp=2", "given twice"]),
-    (["model=gpt_tiny", "model=llama_tiny"], ["model is given twice"]),
-    (["train={steps:1}", "train.steps=2"], ["train={steps:1} and train.steps=2"]),
+    (["run=a", "tp=2", "run=b"], ["run=a and run=b", "given twice", "leave run=a out"]),
     (["data.blend={a:1,a:2}"], ["a occurs twice in the same braces"]),
     (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 occurs twice"]),
     (["run=int(5)"], ["run is text", "'run=\"int(5)\"'"]),
@@ -284,9 +282,45 @@ def test_subcommands_keep_text_and_expand_homes_in_paths(word: str) -> None:
     assert taken_by_verb("runs_dir", f"~/{word}") == f"{HOME}/{word}"
 
 
-def test_a_subcommands_key_is_given_once() -> None:
-    with pytest.raises(UserError, match=r"run is given twice, as 1\.10 and as 1\.1$"):
-        parse("checkpoint ls", Verb("", {"run": ""}, (), ""), ["run=1.10", "run=1.1"])
+# Arguments of one command, a key, its right value, and whether a line says which word counts.
+REPEATED = [
+    (["optim.lr=1e-3", "optim.lr=3e-4"], "optim.lr", 3e-4, True),
+    (["tp=1", "++tp=2"], "tp", 2, True),
+    (["+tp=4", "pp=2", "tp=2"], "tp", 2, True),
+    (["tp=2", "pp=2", "tp=2"], "tp", 2, False),
+    (["run=a", "run=a"], "run", "a", False),
+    (["train={steps:1}", "train.steps=2"], "train.steps", 2, True),
+    (["train.steps=2", "train={steps:1,log_every:3}"], "train.steps", 1, True),
+    (["train={steps:1,log_every:3}", "train.steps=2"], "train.log_every", 3, True),
+    (["data.path='a=b'", "data.path=c=d"], "data.path", "c=d", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "right", "is_said"), REPEATED, ids=[" ".join(row[0]) for row in REPEATED]
+)
+def test_the_last_of_two_values_counts(
+    words: list[str], name: str, right: object, is_said: bool
+) -> None:
+    assert attrgetter(name)(taken_from_words(words)) == right
+    _, lines = last_of_each(words)
+    assert [words[-1] in line.partition(" is given twice, and ")[2] for line in lines] == (
+        [True] if is_said else []
+    )
+
+
+def test_the_last_of_two_presets_counts() -> None:
+    model = composed(["model=gpt_tiny", "model.num_layers=1", "model=llama_tiny"]).model
+    assert (model.name, model.num_layers) == ("llama_tiny", 1)
+
+
+def test_the_last_value_of_a_verbs_key_counts(capfd: pytest.CaptureFixture[str]) -> None:
+    verb = Verb("", {"run": "", "last": ""}, (), "")
+    given, _ = parse("checkpoint ls", verb, ["run=a", "last=1", "run=a", "last=2"])
+    assert given == {"run": "a", "last": "2"}
+    assert "last is given twice, as 1 and as 2, which counts" in "".join(capfd.readouterr())
+    with pytest.raises(UserError, match=r"run is given twice, as 1\.10 and as 1\.1; leave one"):
+        parse("checkpoint ls", verb, ["run=1.10", "run=1.1"])
 
 
 def test_a_users_folder_is_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
