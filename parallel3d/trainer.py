@@ -249,7 +249,7 @@ class Trainer:
             dp.index,
             self.device,
             needs_batch=self.needs_batch,
-            document_mask=config.data.document_mask,
+            document_mask=config.data.masks_documents,
             stride=config.global_batch_size if ahead else 0,
             split=split,
             vocab_size=None if self.corpus is not None else config.model.vocab_size,

@@ -55,8 +55,9 @@ from parallel3d.config.overrides import (
     config_of,
     typed_alternatives,
 )
-from parallel3d.config.schema import Config, LaunchConfig, LoggerConfig
+from parallel3d.config.schema import Config, DataConfig, LaunchConfig, LoggerConfig
 from parallel3d.config.words import last_of_each
+from parallel3d.data.chat import with_date
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.device.checks import check_precision_of
@@ -308,6 +309,11 @@ def _run_ranks(
     """
     if command.needs_data:
         check_filled(config, typed, own)
+        with _time_limit(config.launch.timeout_s, config.runs_dir):
+            data, dated = with_date(_data_of(config))
+        if dated:
+            config = replace(config, data=replace(config.data, chat_date=data.chat_date))
+            lines = [*lines, *dated]
     store = None
     if command.name == TRAIN and config.layout == "auto":
         # The planner is imported here, because it would slow the start of every command by 0.1 s.
@@ -456,10 +462,7 @@ def _check_data(command: Subcommand, config: Config, first: bool = True) -> None
     if command.name == TRAIN and first:
         check_loggers(config.logger, os.environ)
     if command.needs_data:
-        data, model = config.data, config.model
-        run_dir = Path(config.runs_dir) / str(config.run)
-        if (run_dir / FOLDER).is_dir() and keeps_tokenizer(data, run_dir):
-            data = with_own_tokenizer(data, run_dir)
+        data, model = _data_of(config), config.model
         # Only a blend needs the number of samples, and train.epochs excludes blends.
         is_open = config.train.epochs is not None
         samples = 0 if is_open else config.batch_sizes.samples(config.train_steps)
@@ -469,6 +472,14 @@ def _check_data(command: Subcommand, config: Config, first: bool = True) -> None
         for sentence in sentences:
             if first:
                 print_line(readable(sentence))
+
+
+def _data_of(config: Config) -> DataConfig:
+    """Returns the `data` section with the tokenizer of the run, if the run has one."""
+    run_dir = Path(config.runs_dir) / str(config.run)
+    if (run_dir / FOLDER).is_dir() and keeps_tokenizer(config.data, run_dir):
+        return with_own_tokenizer(config.data, run_dir)
+    return config.data
 
 
 def _refuse(error: UserError, place: RankAssignment | None = None) -> int:

@@ -62,9 +62,9 @@ def check_config(
     """Checks a whole configuration and returns a copy with derived values filled in.
 
     The derived values are `dp` (from `world_size`; 1 if both are None), `model.num_query_groups`,
-    `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`, and
-    `train.steps` unless tokens or epochs are given. A list in `recompute` becomes text. A
-    configuration that was returned by this function passes unchanged.
+    `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`,
+    `data.document_mask`, and `train.steps` unless tokens or epochs are given. A list in `recompute`
+    becomes text. A configuration that was returned by this function passes unchanged.
 
     Args:
         config: the configuration.
@@ -97,7 +97,10 @@ def check_config(
     check_experts(model)
     check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)
     dp = data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
-    check_conflicts(CONFLICTS, lambda name: dp if name == "dp" else attrgetter(name)(config))
+    derived = {"dp": dp, "data.document_mask": config.data.masks_documents}
+    check_conflicts(
+        CONFLICTS, lambda name: derived[name] if name in derived else attrgetter(name)(config)
+    )
     check_layer_types(model)
     check_expert_parallel(model.num_experts, config.ep, tp * cp * dp)
     replica = Replicas(config.micro_batch_size, dp)
@@ -143,6 +146,7 @@ def with_derived_keys(config: AnyConfig) -> AnyConfig:
         "model.ffn_hidden_size": model.ffn_size,
         "model.max_position_embeddings": model.max_positions,
         "data.valid_fraction": config.data.held_out,
+        "data.document_mask": config.data.masks_documents,
     }
     if train.tokens is None and train.epochs is None:
         values["train.steps"] = config.train_steps

@@ -7,6 +7,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import date
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +27,7 @@ from parallel3d.data.chat_rows import (
     unread_of,
 )
 from parallel3d.data.chat_shown import Rendering, Shown
-from parallel3d.data.chat_template import ChatTemplate
+from parallel3d.data.chat_template import NO_DATE, ChatTemplate
 from parallel3d.data.formats import CHAT
 from parallel3d.data.indexed import IndexedWriter
 from parallel3d.data.inputs import JUDGED, rows
@@ -37,7 +39,7 @@ from parallel3d.data.sources import (
     input_of,
     take_documents,
 )
-from parallel3d.data.tokenizer import FileTokenizer, Placed, Unencodable, open_tokenizer
+from parallel3d.data.tokenizer import BYTE, FileTokenizer, Placed, Unencodable, open_tokenizer
 from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
 from parallel3d.text import count
@@ -352,7 +354,9 @@ class Chat(NamedTuple):
     def key(self) -> str:
         """A digest of all inputs, which names the entry in the token cache."""
         made_of = cache_key(self.documents, self.tokenizer)
-        return cache.digest_of(["chat", VERSION, made_of, self.template.texts, self.most_bad])
+        dated = [] if self.template.date is None else [self.template.date]
+        facts = ["chat", VERSION, made_of, self.template.texts, self.most_bad, *dated]
+        return cache.digest_of(facts)
 
 
 def find_chat(data: DataConfig) -> Chat:
@@ -365,8 +369,28 @@ def find_chat(data: DataConfig) -> Chat:
             "run= of an imported model"
         )
     documents, lines = take_documents(data)
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer, data.chat_date)
+    if template.is_dated and data.chat_date is None:
+        raise UserError(f"{template.named} cannot be used as it is, because {NO_DATE}")
     return Chat(documents, tokenizer, template, data.skip_bad_rows, lines)
+
+
+def with_date(data: DataConfig) -> tuple[DataConfig, list[str]]:
+    """Returns `data` with the date of today if its chat template shows a date, and a line on it.
+
+    A date that is given stays. Raises UserError for an invalid tokenizer or template.
+    """
+    if data.name != "chat" or data.chat_date is not None or data.tokenizer in (None, BYTE):
+        return data, []
+    tokenizer = open_tokenizer(data.tokenizer)
+    if not isinstance(tokenizer, FileTokenizer) or not ChatTemplate(tokenizer).is_dated:
+        return data, []
+    today = date.today().isoformat()
+    line = (
+        f"data.chat_date={today}: the chat template shows today's date, and this run keeps the day "
+        "of its first start"
+    )
+    return replace(data, chat_date=today), [line]
 
 
 def learned(

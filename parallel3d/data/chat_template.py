@@ -1,7 +1,7 @@
 """Finds and renders the chat templates of a tokenizer, as transformers does.
 
-Templates run in jinja2's sandbox as in transformers, except that they cannot read the clock: a
-template with today's date would make different tokens tomorrow.
+Templates run in jinja2's sandbox as in transformers, except that they cannot read the clock: the
+date of today is `data.chat_date`, because the same rows would have other tokens tomorrow.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 from parallel3d.data.chat_rows import (
@@ -39,6 +40,7 @@ from parallel3d.files import plain, read_bounded
 ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 CLOCK = "strftime_now"  # a function that transformers offers to templates
+NO_DATE = "it shows today's date: give one that does not change, as in data.chat_date=2026-11-29"
 
 
 class ChatTemplate:
@@ -46,10 +48,14 @@ class ChatTemplate:
 
     Attributes:
         texts: the source of each template by its name.
+        date: the date that the templates show, or None if they show none.
     """
 
-    def __init__(self, tokenizer: FileTokenizer) -> None:
-        """Finds and parses the templates. Raises UserError if there is none, or an invalid one."""
+    def __init__(self, tokenizer: FileTokenizer, date: str | None = None) -> None:
+        """Finds and parses the templates; `date` is `data.chat_date`.
+
+        Raises UserError if there is no template, or an invalid one.
+        """
         self.named = f"the chat template of {tokenizer.name}"
         self.texts = templates_of(tokenizer)
         names = {name: tokenizer.role(name) for name in ROLES}
@@ -72,7 +78,15 @@ class ChatTemplate:
                 f"{plain(', '.join(self.texts))}, but none named {DEFAULT}; give one of them this "
                 "name"
             )
-        self._by_name = {name: Template(text, self.named, tokens) for name, text in used.items()}
+        self._by_name = {
+            name: Template(text, self.named, tokens, date) for name, text in used.items()
+        }
+        self.date = date if self.is_dated else None
+
+    @property
+    def is_dated(self) -> bool:
+        """Whether a template shows today's date, which is `data.chat_date`."""
+        return any(template.takes(CLOCK) for template in self._by_name.values())
 
     @property
     def text(self) -> str:
@@ -95,10 +109,20 @@ class Template:
         has_tags: whether `{% generation %}` tags mark the assistant's words.
     """
 
-    def __init__(self, text: str, named: str, tokens: Mapping[str, str]) -> None:
-        """Parses the source `text`; `tokens` are the special tokens by role. Raises UserError."""
+    def __init__(
+        self, text: str, named: str, tokens: Mapping[str, str], date: str | None = None
+    ) -> None:
+        """Parses the source `text`. Raises UserError.
+
+        Args:
+            named: the template's name in errors.
+            tokens: the special tokens by role.
+            date: the date that the template shows as today's; it fails if it needs one and has
+                none.
+        """
         self.text = text
         self._tokens = dict(tokens)
+        self._date = date
         self.has_tags = False
         self._around = ("", "")  # the texts written in place of the opening and closing tags
         self._names: set[str] = set()  # the variables in the code
@@ -137,8 +161,7 @@ class Template:
             if isinstance(error, MemoryError):
                 raise
             why = plain(" ".join(str(error).split()) or type(error).__name__)
-            hint = f": replace {CLOCK} in the template with a fixed date" if CLOCK in why else ""
-            raise Refused(f"is refused by its chat template ({why}){hint}") from None
+            raise Refused(f"is refused by its chat template ({why})") from None
 
     def reads(self, key: str) -> bool:
         """Returns whether the template's code mentions a key of messages or other objects."""
@@ -256,9 +279,9 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # This filter writes JSON without jinja2's HTML escapes, as in transformers.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
+        environment.globals[CLOCK] = self._today
         try:
             tree = environment.parse(self.text)
             self._names = {node.name for node in tree.find_all(nodes.Name)}
@@ -273,9 +296,32 @@ class Template:
             where = f" in line {line}" if line else ""
             raise UserError(f"{named} cannot be parsed ({why}{where}): fix the template") from None
 
+    def _today(self, format: str) -> str:
+        """Spells the date, as transformers' function of the name CLOCK does with today's."""
+        if self._date is None:
+            _refuse(NO_DATE)
+        return datetime.fromisoformat(self._date).strftime(format)
+
 
 def _refuse(message: str) -> NoReturn:
     raise Refused(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Writes JSON without jinja2's HTML escapes, with the arguments of transformers' filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:

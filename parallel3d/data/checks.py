@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -101,6 +102,14 @@ def check_corpora(data: DataConfig) -> None:
             f"data={data.name} needs data.path, which is {show(data.path)}; give "
             f"{PATHS[data.name]}."
         )
+    if data.chat_date is not None:
+        try:
+            datetime.fromisoformat(data.chat_date)
+        except ValueError:
+            raise UserError(
+                f"data.chat_date={show(data.chat_date)} must be a date, as in "
+                "data.chat_date=2026-11-29."
+            ) from None
     if data.name == "blend":
         blend_weights(data)
     for name in ("path", "blend", "blend_stages"):

@@ -205,7 +205,7 @@ class Corpus:
             assert plan is not None  # the part is not empty
             packs = PackSampler(tokens, plan, seed, shuffle, self.eot, name)
             return ChatSamples(packs) if self.marked else packs
-        masks = data.eod_mask_loss, data.document_mask
+        masks = data.eod_mask_loss, data.masks_documents
         more = self.eot, *masks, self.starts(held_out), name, held_out
         windows = Sampler(tokens, seq_length, seed, shuffle, *more)
         return ChatSamples(windows) if self.marked else windows
@@ -411,6 +411,13 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         last = min(max(1, pair.document_from(wanted)), pair.documents - 1)
         held_out = len(pair) - int(pair.begins(last, last)[0])
     taught = look_at_turns(pair, chat.tokenizer, SPOKEN, TOKEN, origin(data))
+    told = [f"{origin(data)}: {line}" for line in facts.get("told", ())]
+    if data.packing != "padded":
+        see = "do not see each other" if data.masks_documents else "see each other"
+        told.append(
+            f"data.packing={data.packing}: conversations in the same sample {see} "
+            f"(data.document_mask={show(data.masks_documents)})"
+        )
     corpus = Corpus.of(
         *(pair.tokens, held_out, chat.tokenizer),
         fingerprint=files[0].digest,
@@ -418,7 +425,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         documents=pair,
         named=origin(data),
         marked=True,
-        told=(*(f"{origin(data)}: {line}" for line in facts.get("told", ())), *taught.sentences),
+        told=(*told, *taught.sentences),
         taught=taught.roles,
         files=files,
     )

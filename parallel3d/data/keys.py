@@ -78,6 +78,14 @@ class DataConfig:
         maximum=1,
         resume=REFUSED,
     )
+    chat_date: str | None = key(
+        None,
+        "chat: the date, such as 2026-11-29, that templates show as today's (strftime_now); null: "
+        "the day of the run's first start, which the run keeps",
+        alike=True,
+        resume=REPORTED,
+        tried=("2026-11-29",),
+    )
     tokenizer: str | None = key(
         None,
         "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: that of "
@@ -109,9 +117,10 @@ class DataConfig:
         "do not train on predicting the first token of the next document",
         resume=REFUSED,
     )
-    document_mask: bool = key(
-        False,
-        "keep attention within documents, and count positions from the first token of each",
+    document_mask: bool | None = key(
+        None,
+        "keep attention within documents, and count positions from the first token of each; null: "
+        "true if a sample may hold several conversations of data=chat, else false",
         resume=REFUSED,
     )
     cache_dir: str | None = key(
@@ -126,6 +135,13 @@ class DataConfig:
         if self.valid_fraction is None:
             return 0.0 if self.valid else 0.05
         return self.valid_fraction
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention stays within documents, even if `document_mask` is null."""
+        if self.document_mask is None:
+            return self.name == "chat" and self.packing != "padded"
+        return self.document_mask
 
     @property
     def reads_bytes(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import transformers
 
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data import corpus as planned
 from parallel3d.data.chat import ChatTemplate, Reader, Refused
@@ -229,6 +230,25 @@ def test_every_assistant_turn_is_learned_once_an_epoch(tmp_path: Path, packing: 
                 learned.append(tuple(sample.tokens[begin + 1 : end + 1][mask].tolist()))
     learned = sorted(labels for labels in learned if labels)
     assert learned == expected, "the labels of all that is learned are what the assistant said"
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
+@pytest.mark.parametrize("typed", [None, False, True])
+def test_packed_conversations_do_not_see_each_other_unless_asked(
+    tmp_path: Path, packing: str, typed: bool | None
+) -> None:
+    given = data(tmp_path, ROWS, packing=packing, document_mask=typed, valid_fraction=0.4)
+    wanted = packing != "padded" if typed is None else typed
+    config = check_config(Config(data=given, model=ModelConfig(seq_length=200, vocab_size=400)))
+    assert config.data.document_mask is wanted, "the value is kept with the run"
+    told = [line for line in open_corpus(given, 200).told if "document_mask" in line]
+    assert len(told) == (packing != "padded")
+    assert all(f"data.document_mask={str(wanted).lower()}" in line for line in told)
+    train, _ = samples(given, 200)
+    several = max(len(np.unique(train.sample(i).starts)) for i in range(train.windows))
+    assert packing != "concat" or (several > 1) == wanted
+    for name in ("text", "corpus", "blend", "stdlib"):
+        assert not dataclasses.replace(given, name=name, document_mask=None).masks_documents
 
 
 def test_an_epoch_of_padded_conversations_has_one_sample_each(tmp_path: Path) -> None:
