@@ -128,6 +128,7 @@ def expert_balance(
         model.experts_per_token,
         (groups.tp, groups.cp),
         has_biases=model.router_bias,
+        fixed=blueprint.fixed_states,
         is_first=groups.tp.index == groups.dp_cp.index == 0,
     )
 

@@ -36,6 +36,7 @@ from parallel3d.errors import UserError
 from parallel3d.experts.balance import ExpertFigures
 from parallel3d.metrics.jsonl import Score
 from parallel3d.optim.optimizer import learning_rate
+from parallel3d.optim.thaws import THAWS, thaws_of
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.slices import (
     ParameterSlice,
@@ -512,6 +513,7 @@ class Trainer:
             "consumed_samples": self.consumed_samples,
             "clock": self.length.clock_at(self.steps_done, self.consumed_samples),
             "updates": self.optimizer.updates,
+            **({THAWS: self.optimizer.thaws} if self.optimizer.thaws else {}),
             **self.loss_scale.progress(),
             **self.noise.progress(),
         }
@@ -525,7 +527,8 @@ class Trainer:
         self.consumed_samples = int(progress["consumed_samples"])
         clock = clock_of(progress, there)
         self.length = Length.of_run(self.config, self.steps_done, self.consumed_samples, clock)
-        self.optimizer.restore(int(progress["updates"]))
+        thaws = thaws_of(progress, there, self.config.optim)
+        self.optimizer.restore(int(progress["updates"]), thaws)
         self.loss_scale.restore(progress)
         self.noise.restore(progress)
         self.data_parallel.all_gather_params()

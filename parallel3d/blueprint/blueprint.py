@@ -22,7 +22,7 @@ from parallel3d.blueprint.ops import (
     widths,
     with_experts,
 )
-from parallel3d.blueprint.parameters import first_trained, frozen_parameters
+from parallel3d.blueprint.parameters import first_trained, fixed_states, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import (
     StageWeights,
@@ -387,6 +387,11 @@ class Blueprint:
     def frozen(self) -> frozenset[str]:
         """Names of the local parameters in which no tensor is trained (`frozen_parameters`)."""
         return frozen_parameters(self.model, self.optim)
+
+    @property
+    def fixed_states(self) -> frozenset[str]:
+        """Names of the model's states that the run does not change (`parameters.fixed_states`)."""
+        return fixed_states(self.model, self.optim)
 
     @cached_property
     def first_trained(self) -> int:

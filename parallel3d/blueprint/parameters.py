@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parallel3d.blueprint.ops import ALL_TRAINED, TrainedShares, Widths, cached_ops, widths
-from parallel3d.config.schema import ModelConfig, OptimConfig
+from parallel3d.config.schema import ModelConfig, OptimConfig, states_of
 
 TABLE = "head.table"
 WORD_TABLE = "embedding.word.weight"
@@ -189,6 +189,16 @@ def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
     return frozenset(
         name for name in names if all(optim.treatment(t).frozen for t in tensors_of(name, model))
     )
+
+
+def fixed_states(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
+    """Returns the names of the model's states, such as a router's bias, that a run does not change.
+
+    They are frozen (`optim.freeze`), or have a learning rate of 0 (`optim.groups`). Other factors
+    do not act on states, because these have no learning rate.
+    """
+    treated = {name: optim.treatment(name) for name in states_of(model)}
+    return frozenset(name for name, t in treated.items() if t.frozen or t.lr_mult == 0)
 
 
 def first_trained(model: ModelConfig, frozen: Collection[str]) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     PARAMETER,
@@ -32,6 +31,7 @@ from parallel3d.checkpoint.manifest import (
     unreadable,
 )
 from parallel3d.checkpoint.saver import (
+    ElementCounts,
     Lease,
     Save,
     Saver,
@@ -39,14 +39,21 @@ from parallel3d.checkpoint.saver import (
     remove_leftovers,
     set_aside,
 )
-from parallel3d.checkpoint.storage import State, chunks_by_name, read_state, stored_shapes
+from parallel3d.checkpoint.storage import State, chunks_by_name, read_state
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config, OptimConfig, full_shapes_of
+from parallel3d.config.schema import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    full_shapes_of,
+    parameter_shapes_of,
+    states_of,
+)
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.corpus import Blend, history_until
 from parallel3d.data.sampler import TrainingText
@@ -56,6 +63,7 @@ from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.optim.optimizer import EMA
+from parallel3d.optim.thaws import frozen_in
 from parallel3d.parameters.slices import STATE
 from parallel3d.text import count
 from parallel3d.trainer import Trainer
@@ -188,7 +196,18 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
 # Restoring and saving
 
 
-def _to_read(trainer: Trainer, manifest: Manifest, folder: Path) -> State:
+def expected_elements(model: ModelConfig, optim: OptimConfig) -> ElementCounts:
+    """Counts the elements that a checkpoint of this model and of this optimizer has."""
+    shapes, kept = full_shapes_of(model), parameter_shapes_of(model)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    return ElementCounts(
+        parameters=sum(sizes[name] for name in kept),
+        states=sum(sizes[name] for name in states_of(model)),
+        frozen=sum(sizes[name] for name in kept if optim.treatment(name).frozen),
+    )
+
+
+def _to_read(trainer: Trainer, manifest: Manifest) -> State:
     """Returns the trainer's chunks that the checkpoint holds, and sets the others to zero.
 
     A checkpoint of step 0 holds no optimizer state, and no checkpoint needs to hold the moments of
@@ -201,27 +220,22 @@ def _to_read(trainer: Trainer, manifest: Manifest, folder: Path) -> State:
         return clear_others(state, [name for name in state if name.startswith(kept)])
     if not manifest.has_ema:
         state = {k: v for k, v in state.items() if not k.startswith(f"{EMA}/")}
-    return without_frozen(state, manifest, folder)
+    return without_frozen(state, manifest)
 
 
-def without_frozen(state: State, manifest: Manifest, folder: Path) -> State:
-    """Returns `state` without the moments that the checkpoint lacks, and sets those to zero.
+def without_frozen(state: State, manifest: Manifest) -> State:
+    """Returns `state` without the moments of what was frozen in the run of a checkpoint.
 
-    A checkpoint has no moments of parameters that were frozen in its run, unless an older version
-    of parallel3d wrote it.
+    These moments are set to zero, and a checkpoint need not hold them: the moments of a parameter
+    that is trained now, and was not before, begin at zero (`optim/thaws.py`).
     """
-    there = manifest.config.get("optim", {}).get("freeze")
-    if not isinstance(there, list) or not there:
-        return state
-    optim = OptimConfig(freeze=[str(pattern) for pattern in there])
-    stored = stored_shapes(folder)
+    there = OptimConfig(freeze=[*frozen_in(manifest.config)])
 
-    def is_missing(name: str) -> bool:
+    def begins(name: str) -> bool:
         kind, _, full = name.partition("/")
-        moment = kind not in (PARAMETER, STATE, EMA)
-        return moment and name not in stored and optim.treatment(full).frozen
+        return kind not in (PARAMETER, STATE, EMA) and there.treatment(full).frozen
 
-    return clear_others(state, [name for name in state if not is_missing(name)])
+    return clear_others(state, [name for name in state if not begins(name)])
 
 
 def clear_others(state: State, names: Collection[str]) -> State:
@@ -391,16 +405,9 @@ class Checkpoints:
         if not wait:
             trainer.before_update = self.saver.copied.wait
         self.number += 1
-        model = self.config.model
-        states = len(model.expert_layers) * model.num_experts if model.router_bias else 0
         facts = self._facts(trainer)
-        optim = self.config.optim
-        frozen = sum(
-            math.prod(shape)
-            for name, shape in full_shapes_of(model).items()
-            if optim.treatment(name).frozen
-        )
-        save = Save(step, self.number, state, facts, parameter_count(model), states, frozen)
+        expected = expected_elements(self.config.model, self.config.optim)
+        save = Save(step, self.number, state, facts, expected)
         self.step_in_flight = self.saved_step = step
         # After the last step, the values no longer change, so no copy of them is needed.
         copies = step < self.length.last_step
@@ -458,7 +465,7 @@ class Checkpoints:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None:
-                read_state(folder, _to_read(trainer, manifest, folder))
+                read_state(folder, _to_read(trainer, manifest))
             return manifest, compared
 
         found, damage = read_together(read, self._from_all_ranks)

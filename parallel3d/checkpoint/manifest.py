@@ -29,6 +29,7 @@ from typing import Any, TypedDict, TypeVar
 from parallel3d.config.length import clock_of
 from parallel3d.errors import TrainingFailure
 from parallel3d.files import parse_json, plain, read_bounded, write_durably
+from parallel3d.optim.thaws import THAWS, read_thaws
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -257,6 +258,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         **{f"progress.{name}": _is_count(progress[name]) for name in COUNTS},
         "progress.loss_scale": _is_number(progress["loss_scale"]),
         "progress.clock": "clock" not in progress or _is_clock(progress),
+        f"progress.{THAWS}": _are_thaws(progress),
         "step": progress["steps"] == manifest.step,
         **{f"config.{name}": isinstance(config.get(name, {}), dict) for name in sections},
         "data": not data
@@ -273,6 +275,14 @@ def _is_clock(progress: dict[str, Any]) -> bool:
     try:
         clock_of(progress, {})
     except (ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _are_thaws(progress: dict[str, Any]) -> bool:
+    try:
+        read_thaws(progress)
+    except (ValueError, TypeError):
         return False
     return True
 

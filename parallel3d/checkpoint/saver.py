@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -237,36 +237,49 @@ def count_elements(state: State) -> dict[str, int]:
     return dict(counts)
 
 
-def is_complete(totals: Counter[str], elements: int, states: int = 0, frozen: int = 0) -> bool:
-    """Returns whether the ranks together wrote every element of every kind.
+class ElementCounts(NamedTuple):
+    """The numbers of elements that all ranks together write.
 
-    Each trained parameter has either Muon's momentum or AdamW's two moments.
-
-    Args:
-        totals: kind → number of elements that all ranks wrote.
-        elements: number of elements of all parameters.
-        states: number of elements of model states that no optimizer updates.
-        frozen: number of elements of frozen parameters, which have no optimizer state.
+    Attributes:
+        parameters: elements of all parameters, including frozen ones.
+        states: elements of model states that no optimizer updates, such as a router's bias.
+        frozen: elements of frozen parameters, which have no optimizer state.
     """
-    others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
-    moments = all(
-        n + totals[others[kind]] == elements - frozen
-        for kind, n in totals.items()
-        if kind in others
-    )
-    weights = {totals[kind] for kind in (PARAMETER, EMA) if kind == PARAMETER or kind in totals}
-    return moments and weights == {elements} and totals[STATE] == states
+
+    parameters: int
+    states: int = 0
+    frozen: int = 0
+
+    def missing(self, totals: Counter[str]) -> str | None:
+        """Returns a clause on elements of `totals` that are missing or surplus, or None.
+
+        Each trained parameter has either Muon's momentum or AdamW's two moments. `totals` is the
+        number of elements of each kind that all ranks wrote.
+        """
+        others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
+        found = {kind: n for kind, n in totals.items() if kind in (PARAMETER, EMA, STATE)}
+        for kind in totals.keys() & others.keys():
+            found[kind] = totals[kind] + totals[others[kind]]
+        wanted = dict.fromkeys(found, self.parameters - self.frozen)
+        wanted |= {PARAMETER: self.parameters, STATE: self.states}
+        if EMA in found:
+            wanted[EMA] = self.parameters
+        wrong = [kind for kind, n in wanted.items() if found.get(kind, 0) != n]
+        clauses = [f"{found.get(kind, 0)} elements of {kind}, not {wanted[kind]}" for kind in wrong]
+        return "; ".join(clauses) or None
 
 
 def failed(rank: int, error: Exception) -> SaveResult:
     """Returns the result of a failed save.
 
-    An OSError is described in words; any other error is a bug and is given with its traceback.
+    An OSError is described in words. Any other error is a bug, and is given with its traceback
+    after a first line that says what it is.
     """
     if isinstance(error, OSError):
         return SaveResult(f"{error.strerror or error} (rank {rank})")
     trace = "".join(traceback.format_exception(error))
-    return SaveResult(f"rank {rank}: {trace}", is_bug=True)
+    first = plain(f"{type(error).__name__}: {error}")
+    return SaveResult(f"{first} (rank {rank})\n{trace}", is_bug=True)
 
 
 # The folder of a checkpoint, from its first file to its final name
@@ -438,16 +451,14 @@ class Save:
         number: number of this save since the start of the session.
         state: this rank's chunks.
         facts: the manifest without its files and its time.
-        elements, states, frozen: see `is_complete`.
+        expected: the numbers of elements that all ranks together write.
     """
 
     step: int
     number: int
     state: State
     facts: Manifest
-    elements: int
-    states: int = 0
-    frozen: int = 0
+    expected: ElementCounts
 
 
 class Saver:
@@ -561,9 +572,8 @@ class Saver:
         Raises OSError if writing fails, and RuntimeError if elements are missing or surplus.
         """
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
-        if not is_complete(totals, save.elements, save.states, save.frozen):
-            wanted = f"{save.elements} ({save.frozen} frozen) and {save.states} of model states"
-            raise RuntimeError(f"the ranks wrote {dict(totals)} elements instead of {wanted}")
+        if (clause := save.expected.missing(totals)) is not None:
+            raise RuntimeError(f"the ranks wrote {clause}")
         files = [part.file for part in parts if part.file is not None]
         complete(self._unfinished(save), save.facts, files)
         return SaveResult(notes=tuple(self._clean_up(save)))

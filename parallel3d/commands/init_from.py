@@ -309,6 +309,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     from parallel3d.checkpoint.storage import chunks_by_name, read_state
     from parallel3d.comm.exchange import all_gather_json
     from parallel3d.optim.optimizer import EMA
+    from parallel3d.optim.thaws import thaws_of
     from parallel3d.parameters.slices import STATE
 
     config, slices = trainer.config, trainer.parameter_slices()
@@ -325,7 +326,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
                 _read_hugging_face(source.folder, source.hf, config.model, state)
             else:
                 assert source.manifest is not None  # a run's checkpoint has one
-                read_state(source.folder, without_frozen(state, source.manifest, source.folder))
+                read_state(source.folder, without_frozen(state, source.manifest))
             return source
         except UserError as error:
             raise DamagedCheckpoint(str(error)) from None
@@ -343,7 +344,8 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     if config.init_optimizer:
         assert source.manifest is not None  # `begun_from` has checked this
         progress = source.manifest.progress
-        trainer.optimizer.restore(int(progress["updates"]))
+        thaws = thaws_of(progress, source.manifest.config, config.optim)
+        trainer.optimizer.restore(int(progress["updates"]), thaws)
         trainer.loss_scale.restore(progress)
     trainer.optimizer.start_ema()
     trainer.data_parallel.all_gather_params()

@@ -35,7 +35,14 @@ from parallel3d.loop.keys import CONFLICTS as LOOP
 from parallel3d.loop.keys import DEFAULT_STEPS, LENGTHS, ProfileConfig, StepKeys, TrainConfig
 from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.models.keys import CONFLICTS as MODELS
-from parallel3d.models.keys import AttentionKeys, LayerKeys, ModelConfig, full_shapes_of, states_of
+from parallel3d.models.keys import (
+    AttentionKeys,
+    LayerKeys,
+    ModelConfig,
+    full_shapes_of,
+    parameter_shapes_of,
+    states_of,
+)
 from parallel3d.optim.keys import CONFLICTS as OPTIM
 from parallel3d.optim.keys import MULTIPLIERS, WARM_UPS, OptimConfig, Treatment
 from parallel3d.run.keys import LaunchConfig, RunKeys
@@ -70,6 +77,7 @@ __all__ = [
     "Treatment",
     "conf_dir",
     "full_shapes_of",
+    "parameter_shapes_of",
     "register_schema",
     "sections_of",
     "states_of",

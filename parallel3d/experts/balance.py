@@ -6,7 +6,7 @@ and for every micro-batch size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -248,6 +248,7 @@ class BalanceOfRun:
         sequence: the groups over which the tokens of a sequence are split.
         has_biases: whether the model's routers have biases.
         is_first: whether this rank reports the biases of its pipeline stage to the other ranks.
+        fixed: full names of biases that `update` leaves as they are.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class BalanceOfRun:
         *,
         has_biases: bool,
         is_first: bool,
+        fixed: Collection[str] = (),
     ) -> None:
         self.settings = settings
         self.routers = routers
@@ -270,13 +272,15 @@ class BalanceOfRun:
         self.sequence = tuple(group for group in sequence if group.size > 1)
         self.has_biases = has_biases
         self.is_first = is_first
+        # At a rate of 0 an addition would still turn −0 into 0, so that such biases are fixed too.
+        rate = settings.bias_update_rate
+        self.updated = {n: b for n, b in self.states.items() if rate and n not in fixed}
         self.watch: Watch | None = None
 
     @property
     def states(self) -> dict[str, Tensor]:
         """The biases of this rank's routers by full name, which are saved with the parameters."""
-        routers = self.routers.values()
-        return {f"{r.name}.bias": r.bias for r in routers if r.bias is not None}
+        return {_bias_name(r): r.bias for r in self.routers.values() if r.bias is not None}
 
     @property
     def needs_routed_tokens(self) -> bool:
@@ -330,9 +334,13 @@ class BalanceOfRun:
     def update(self, figures: ExpertFigures) -> None:
         """Updates the biases of this rank's routers after a step with finite gradients."""
         for layer, router in self.routers.items():
-            if router.bias is not None:
-                counts = moved(torch.tensor(figures.counts[layer]), router.bias.device)
-                router.bias.copy_(updated_bias(router.bias, counts, self.settings.bias_update_rate))
+            if (bias := self.updated.get(_bias_name(router))) is not None:
+                counts = moved(torch.tensor(figures.counts[layer]), bias.device)
+                bias.copy_(updated_bias(bias, counts, self.settings.bias_update_rate))
+
+
+def _bias_name(router: Routed) -> str:
+    return f"{router.name}.bias"
 
 
 def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:

@@ -301,6 +301,12 @@ def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def parameter_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the full shape of each tensor that has gradients (see `full_shapes_of`)."""
+    states = states_of(model)
+    return {name: s for name, s in full_shapes_of(model).items() if name not in states}
+
+
 def states_of(model: ModelConfig) -> frozenset[str]:
     """Returns the names of the full tensors that no optimizer updates: the biases of routers."""
     if not model.router_bias:

@@ -16,6 +16,8 @@ from parallel3d.config.schema import (
     ModelConfig,
     OptimConfig,
     full_shapes_of,
+    parameter_shapes_of,
+    states_of,
 )
 from parallel3d.errors import UserError, nearest, nearest_hint
 
@@ -59,13 +61,13 @@ def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
     """Raises UserError for a pattern that matches no parameter, and for invalid factors."""
     if not (optim.freeze or optim.groups):
         return
-    names = full_shapes_of(model)
+    names, trained, states = full_shapes_of(model), parameter_shapes_of(model), states_of(model)
     for pattern in optim.freeze or ():
         _check_matches(f"optim.freeze={show(optim.freeze)}", pattern, names)
     typed = {p: f"optim.groups={{{p}:{show(f)}}}" for p, f in (optim.groups or {}).items()}
     for pattern, factors in (optim.groups or {}).items():
         _check_factors(typed[pattern], factors)
-    if all(optim.treatment(name).frozen for name in names):
+    if all(optim.treatment(name).frozen for name in trained):
         raise UserError(
             f"optim.freeze={show(optim.freeze)} must leave a parameter to train; give fewer "
             "patterns, such as optim.freeze=[embedding.*]."
@@ -78,6 +80,13 @@ def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
             raise UserError(
                 f"{typed[pattern]} matches only parameters of the groups before it, and the first "
                 "that matches counts; give it first."
+            )
+        factor = float(optim.groups[pattern].get("lr_mult", 1.0))
+        if mine <= states and factor != 0:
+            raise UserError(
+                f"{typed[pattern]} matches only {min(mine)}, which has no learning rate and no "
+                "decay: leave it out and give moe.bias_update_rate, or give lr_mult:0, which keeps "
+                "it as it is."
             )
         left -= mine
 

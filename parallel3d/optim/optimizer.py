@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.parameters.rounding import pieces_of, store_rounded
+from parallel3d.optim.thaws import Thaw, thawed_at
+from parallel3d.parameters.rounding import Piece, pieces_of, store_rounded
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import Kind, ShardSpec
 from parallel3d.private_names import (
@@ -62,6 +63,26 @@ class FlatGroup:
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
         return cls(treated, weight_decay * treated.wd_mult, segments, state, steps)
 
+    def by_updates(self, count: Callable[[ShardSpec], int]) -> FlatGroup:
+        """Returns a group on the same memory, cut where the number of updates so far changes.
+
+        `count` returns this number for a full tensor. The average of the weights, which needs no
+        number, is left out.
+        """
+        kinds = [name for name in self.state if name != EMA]
+        state: dict[str, list[Tensor]] = {name: [] for name in kinds}
+        found = replace(self, segments=[], state=state, steps=[])
+        for i, segment in enumerate(self.segments):
+            first = 0
+            for updates, run in segment.by_kind(count):
+                own = slice(first, first + run.master.numel())
+                first = own.stop
+                found.segments.append(run)
+                found.steps.append(torch.full_like(self.steps[i], updates))
+                for name in kinds:
+                    state[name].append(self.state[name][i][own])
+        return found
+
     @property
     def masters(self) -> list[Tensor]:
         return [s.master for s in self.segments]
@@ -95,7 +116,10 @@ class Optimizer:
 
     Attributes:
         segments: the trained segments.
+        stepped: the trained groups, whose segments are cut where the parameters' own updates differ
+            in number.
         updates: number of steps so far; skipped steps do not count.
+        thaws: until when parameters were frozen in earlier sessions of the run.
     """
 
     def __init__(
@@ -127,10 +151,9 @@ class Optimizer:
                 if members:
                     self.groups.append(FlatGroup.of(treated, decay, members, states, dtype))
         self.trained = [group for group in self.groups if not group.treated.frozen]
-        # The pieces in which bf16 states are rounded, by the `id` of their segment.
-        rounded = [s for group in self.groups for s in group.segments if dtype and group.state]
-        self.pieces = {id(s): pieces_of(s, seed) for s in rounded}
-        self.updates = 0
+        self.seed = seed
+        self.pieces: dict[int, list[Piece]] = {}
+        self.restore(0)
         self.start_ema()
 
     @property
@@ -171,7 +194,7 @@ class Optimizer:
             divisor = self._divisor(factor)
             if divisor is None:
                 foreach_mul_([s.grad for s in self.segments], factor)
-        for group in self.trained:
+        for group in self.stepped:
             rate = learning_rate * group.treated.lr_mult
             foreach_add_(group.steps, 1)
             for some in self._rounded_pieces(group) if self.pieces else (group,):
@@ -240,12 +263,30 @@ class Optimizer:
         # A kernel fills the tensor, because copying a number to the device would block the host.
         return torch.full((), 1.0 / factor, dtype=torch.float32, device=self.device)
 
-    def restore(self, updates: int) -> None:
-        """Sets the number of updates; the caller has written the state into `groups`."""
-        self.updates = updates
-        for group in self.groups:
+    def restore(self, updates: int, thaws: Sequence[Thaw] = ()) -> None:
+        """Sets the numbers of updates; the caller has written the state into `groups`.
+
+        Args:
+            updates: number of updates of the run.
+            thaws: until when parameters were frozen. The bias corrections of their moments, which
+                began at zero then, count only the updates since.
+        """
+        self.updates, self.thaws = updates, tuple(thaws)
+
+        def count(shard: ShardSpec) -> int:
+            return updates - thawed_at(shard.name, self.thaws)
+
+        for group in self.trained:
             for step in group.steps:
                 step.fill_(updates)
+        self.stepped = [
+            group.by_updates(count) if thaws and "exp_avg" in group.state else group
+            for group in self.trained
+        ]
+        if self.optim.state == "bf16":
+            # The pieces in which bf16 states are rounded, by the `id` of their segment.
+            stepped = [s for group in self.stepped if group.state for s in group.segments]
+            self.pieces = {id(s): pieces_of(s, self.seed) for s in stepped}
 
     def _adamw(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
         """Steps by AdamW (Loshchilov and Hutter 2019, algorithm 2)."""

@@ -4,6 +4,7 @@ both."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.manifest import list_checkpoints, read_manifest
+from parallel3d.commands.init_from import load_initial
 from parallel3d.config.schema import ModelConfig, OptimConfig, Treatment
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import state_of
+from parallel3d.run.directory import save_config
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
@@ -130,12 +134,16 @@ BUT_THE_HEAD = ("embedding.*", "layers.*", "final_norm.*")
 FIRST = ("embedding.*", "layers.0.*", "layers.1.attention.*", "layers.1.input_norm.*")
 MOMENTS = {"optimizer": "adamw", "optim": (("ema_decay", 0.6), ("state", "bf16"))}
 CLIPPED = (("clip_grad", 0.3),)
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "model": (("num_experts", 8), ("experts_per_token", 2), ("expert_ffn_size", 24)),
     "optim": CLIPPED,
     "moe": (("aux_loss", 0.1),),
     "layers": 2,
     "steps": 2,
+}
+BIASED = EXPERTS | {
+    "model": (*EXPERTS["model"], ("router_score", "sigmoid"), ("router_bias", True)),
+    "moe": (("bias_update_rate", 0.05),),
 }
 V = {"schedule": "zbv", "microbatches": 4}
 
@@ -155,7 +163,7 @@ CASES = {
     (1, 3, 1): [Case(frozen(*FIRST)), Case(frozen("layers.2.*", "final_norm.*", "head.*"))],
     (2, 1, 2, 1, 4): [
         Case(frozen("*.experts.*", "*.input_norm.*", **EXPERTS), sp=True),
-        Case(frozen("*.router.*", "embedding.*", **EXPERTS), sp=True),
+        Case(frozen("layers.1.*", "embedding.*", **BIASED), sp=True),
     ],
     (1, 2, 2): [
         Case(frozen(*BUT_THE_HEAD, layers=4, optim=CLIPPED), **V, keys=sharded(2, ("vpp", 2))),
@@ -290,6 +298,91 @@ def test_a_run_resumes_with_others_frozen(pool: Pool, tmp_path: Path) -> None:
     assert started[name.format(1)]["exp_avg"] == started[name.format(1)]["exp_avg_sq"] == 0
     assert started[name.format(1)]["ema"] == started[name.format(1)]["parameter"] > 0
     assert started[name.format(2)]["exp_avg"] > 0
+
+
+# States of the model that no optimizer updates, and the age of a parameter's moments
+
+ONE, EP_ZERO1, PP, EP_ZERO3 = (1, 1, 1), (1, 1, 2, 1, 2), (1, 2, 1), (1, 1, 2, 1, 2)
+BIASES = [f"layers.{layer}.mlp.router.bias" for layer in range(2)]
+
+
+def saved_with_biases(
+    run_dir: Path, sizes: Any, patterns: Sequence[str], steps: int, keys: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, bool]]:
+    """Trains a mixture from the newest checkpoint, saves, and returns by tensor the median change
+    in the last step, in learning rates, and whether a router's bias has changed."""
+    groups = plain_groups(Layout(*sizes))
+    optimizer = keys.pop("optimizer", "adamw")
+    own: Any = (("beta2", 0.999), ("weight_decay", 0.0), ("clip_grad", 0.0))
+    own += (("freeze", tuple(patterns)),) if patterns else ()
+    problem = frozen(**BIASED | {"optimizer": optimizer, "optim": own, "precision": "fp32"})
+    keys = {"run": run_dir.name, "runs_dir": str(run_dir.parent), "checkpoint.every": 1} | keys
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trainer = make_trainer(Case(problem, keys=tuple({"train.steps": 99, **keys}.items())), groups)
+    checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+    checkpoints.restore(trainer)
+    if keys.get("init_from"):
+        load_initial(trainer, groups)
+    assert trainer.balance is not None
+    biases = {name: bias.clone() for name, bias in trainer.balance.states.items()}
+    before: dict[str, Tensor] = {}
+    for _ in range(steps):
+        before = {name: w.clone() for name, w in trainer.full_parameters().items()}
+        trainer.train_step()
+        checkpoints.after_step(trainer)
+    assert checkpoints.close()
+    if groups.rank == 0:
+        save_config(trainer.config, run_dir)
+    after, lr = trainer.full_parameters(), trainer.config.optim.lr
+    moved = {n: float(((w - before[n]).abs() / lr).median()) for n, w in after.items()}
+    changed = {n: not torch.equal(b, biases[n]) for n, b in trainer.balance.states.items()}
+    groups.close()
+    return moved, changed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys"),
+    [(ONE, {"optimizer": "muon"}), (EP_ZERO1, {"zero": 1}), (PP, {"optimizer": "sgd"})],
+)
+def test_frozen_routers_keep_their_biases_and_are_saved(
+    sizes: Any, keys: dict[str, Any], pool: Pool, tmp_path: Path
+) -> None:
+    world = Layout(*sizes).world_size
+    for number, (pattern, still) in enumerate(
+        {"layers.0.*": {BIASES[0]}, "*router.bias": {*BIASES}}.items()
+    ):
+        folder = tmp_path / str(number)
+        found = pool.run(world, saved_with_biases, folder, sizes, [pattern], 2, keys)
+        assert {name for _, changed in found for name in changed} == {*BIASES}
+        assert {name for _, changed in found for name, c in changed.items() if not c} == still
+
+
+FREED, KEPT = "layers.0.mlp.experts.1.up.weight", "layers.1.attention.out.weight"
+
+
+def test_moments_of_unfrozen_parameters_are_as_old_as_they_are(pool: Pool, tmp_path: Path) -> None:
+    """The first step of AdamW is the learning rate; others count all steps of the run."""
+    run = tmp_path / "run"
+    pool.run(2, saved_with_biases, run, EP_ZERO1, ["layers.0.*"], 3, {"zero": 1})
+    [one] = pool.run(1, saved_with_biases, tmp_path / "other", ONE, [], 1, {})
+    assert [one[0][FREED], one[0][KEPT]] == pytest.approx([1.0, 1.0], abs=1e-3)
+    twin = shutil.copytree(run, tmp_path / "twin")
+    moved, changed = pool.run(2, saved_with_biases, run, EP_ZERO3, [], 1, {"zero": 3})[0]
+    assert moved[FREED] == pytest.approx(1.0, abs=1e-3) and moved[KEPT] < 0.95
+    assert all(changed.values())
+    # The age is a part of the checkpoint: another start, and a new run with the optimizer's state.
+    start = {"init_from": "run", "init_optimizer": True}
+    [later] = pool.run(1, saved_with_biases, run, ONE, [], 1, {})
+    [new] = pool.run(1, saved_with_biases, tmp_path / "new", ONE, [], 1, start)
+    [in_one_go] = pool.run(1, saved_with_biases, twin, ONE, [], 2, {})
+    assert later[0] == pytest.approx(in_one_go[0], abs=1e-3)
+    assert new[0][FREED] > 0.48  # 0.38 with the run's number of updates
+    # Frozen again, and freed again: its moments begin again.
+    pool.run(1, saved_with_biases, run, ONE, [FREED], 1, {})
+    [again] = pool.run(1, saved_with_biases, run, ONE, ["head.*"], 1, {})
+    assert again[0][FREED] == pytest.approx(1.0, abs=1e-3)
+    manifest = read_manifest(list_checkpoints(run)[0])
+    assert manifest.progress["thaws"] == [[3, ["layers.0.*"]], [6, [FREED]]]
 
 
 # Planted bugs

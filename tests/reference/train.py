@@ -292,7 +292,8 @@ def train_reference(
 
     With experts the gradients are those of loss + config.moe.aux_loss · aux + config.moe.z_loss · z
     (`Balance` defines both), but only the loss is reported. After each step whose gradients are
-    finite the routers' biases move by config.moe.bias_update_rate towards equal counts.
+    finite the routers' biases that are not frozen move by config.moe.bias_update_rate towards equal
+    counts.
     """
     rates = [config.optim.lr] * steps if learning_rates is None else list(learning_rates)
     assert len(rates) == steps, f"{len(rates)} learning rates for {steps} steps"
@@ -329,9 +330,10 @@ def train_reference(
             for name, old in average.items():
                 average[name] = decay * old + (1 - decay) * parameters[name]
         for layer, chose in found.counts.items() if math.isfinite(norm) else ():
-            if f"layers.{layer}.mlp.router.bias" in biases:
+            name = f"layers.{layer}.mlp.router.bias"
+            if name in biases and not is_frozen(config.optim, name):
                 towards = torch.sign(chose.double().mean() - chose)
-                biases[f"layers.{layer}.mlp.router.bias"] += config.moe.bias_update_rate * towards
+                biases[name] += config.moe.bias_update_rate * towards
         losses.append(loss.item())
         grad_norms.append(norm)
         counts.append(found.counts)

@@ -29,7 +29,14 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     write_manifest,
 )
-from parallel3d.checkpoint.saver import Save, Saver, SaveResult, expired, remove_leftovers
+from parallel3d.checkpoint.saver import (
+    ElementCounts,
+    Save,
+    Saver,
+    SaveResult,
+    expired,
+    remove_leftovers,
+)
 from parallel3d.checkpoint.storage import (
     Chunk,
     TensorChunks,
@@ -112,7 +119,7 @@ ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
 def save(saver: Saver, step: int, *, background: bool = False) -> SaveResult:
-    save = Save(step, step, whole(step), facts(step), ELEMENTS)
+    save = Save(step, step, whole(step), facts(step), ElementCounts(ELEMENTS))
     saver.start(save, background=background)
     return saver.join()
 
@@ -319,16 +326,16 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_file(
 
 def test_a_save_with_missing_elements_makes_no_checkpoint(tmp_path: Path) -> None:
     saver = one_rank(tmp_path)
-    saver.start(Save(3, 1, state(3, 0), facts(3), ELEMENTS), background=False)
+    saver.start(Save(3, 1, state(3, 0), facts(3), ElementCounts(ELEMENTS)), background=False)
     outcome = saver.join()
-    assert outcome.is_bug and f"instead of {ELEMENTS}" in (outcome.problem or "")
+    assert outcome.is_bug and f"not {ELEMENTS}" in (outcome.problem or "").partition("\n")[0]
     assert names(tmp_path) == []
 
 
 def test_a_save_that_lacks_state_of_a_parameter_makes_no_checkpoint(tmp_path: Path) -> None:
     lacking = {key: tensor for key, tensor in whole(1).items() if key != "exp_avg/w"}
     saver = one_rank(tmp_path)
-    saver.start(Save(1, 1, lacking, facts(1), ELEMENTS), background=False)
+    saver.start(Save(1, 1, lacking, facts(1), ElementCounts(ELEMENTS)), background=False)
     problem = saver.join().problem
     assert problem is not None and "the ranks wrote" in problem
     assert names(tmp_path) == []

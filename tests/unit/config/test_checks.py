@@ -45,6 +45,14 @@ def sentence_of(made: Config, world_size: int | None = None) -> str:
 TP = "tp=3 must divide"
 GQA = {"model.num_query_groups": 2}
 ROPE = {"model.position_embedding": "rope"}
+BIASED = {
+    "model.norm": "rmsnorm",
+    "model.num_experts": 8,
+    "model.experts_per_token": 2,
+    "model.bias": False,
+    "model.router_score": "sigmoid",
+    "model.router_bias": True,
+}
 LONGROPE = {
     "model.rope_scaling": "longrope",
     "model.rope_short_factors": [1.0] * 8,
@@ -199,6 +207,16 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         {"train.noise_scale": True, "optim.freeze": ["final*"], "dp": 2},
         None,
         ["train.noise_scale=true", "optim.freeze=[final*]", "nearest is train.noise_scale=false"],
+    ),
+    (
+        BIASED | {"optim.freeze": ["*.weight"]},
+        None,
+        ["optim.freeze=[*.weight]", "must leave a parameter"],
+    ),
+    (
+        BIASED | {"optim.groups": {"*.router.bias": {"lr_mult": 0.5}}},
+        None,
+        ["matches only layers.0.mlp.router.bias", "moe.bias_update_rate", "lr_mult:0"],
     ),
     ({"optim.freeze": ["*"]}, None, ["optim.freeze=[*]", "must leave a parameter", "such as"]),
     (

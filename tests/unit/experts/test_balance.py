@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,13 @@ class Layer:
     tally: Tally
 
 
-def run_of(experts: int, chosen: int = 1, **keys: float) -> BalanceOfRun:
+def run_of(
+    experts: int, chosen: int = 1, fixed: Collection[str] = (), **keys: float
+) -> BalanceOfRun:
     """Returns the balance of a run whose layers 0 and 2 have experts; this rank has layer 2."""
     layer = Layer("layers.2.mlp.router", torch.zeros(experts), Tally(experts, CPU))
     settings, alone = ExpertsConfig(**keys), {"has_biases": True, "is_first": True}
-    return BalanceOfRun(settings, {2: layer}, [0, 2], experts, chosen, (), **alone)
+    return BalanceOfRun(settings, {2: layer}, [0, 2], experts, chosen, (), **alone, fixed=fixed)
 
 
 def chosen(*counts: int) -> BalanceLosses:
@@ -64,6 +66,15 @@ def test_counts_of_forty_thousand_tokens_differ_by_one() -> None:
     assert layer.bias is not None
     assert layer.bias.tolist() == [0.0, -0.25, 0.0, 0.25]
     assert run.figures(taken(run), batch=1).counts[2] == [0] * 4  # the next step starts at zero
+
+
+@pytest.mark.parametrize(("rate", "fixed"), [(0.5, ["layers.2.mlp.router.bias"]), (0.0, [])])
+def test_a_fixed_bias_keeps_its_bits(rate: float, fixed: list[str]) -> None:
+    run = run_of(3, bias_update_rate=rate, fixed=fixed)
+    bias = run.states["layers.2.mlp.router.bias"].fill_(-0.0)
+    run.routers[2].tally.add(chosen(3, 4, 1))
+    run.update(run.figures(taken(run), batch=1))
+    assert bias.signbit().all() and not bias.any()
 
 
 def test_a_bias_moves_by_the_sign_of_the_mean_minus_the_count() -> None:
