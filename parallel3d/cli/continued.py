@@ -1,24 +1,34 @@
 """Composes the configuration with which `train run=NAME` resumes an existing run.
 
 In order of precedence, a value comes from the command line (with the presets and the experiment
-that it names), from the run's last start, or from the defaults.
+that it names), from the run's last start, or from the defaults. Values of the last start that only
+its layout allowed, such as an `ep` that does not divide the ranks of now, are reduced or dropped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from parallel3d.config.checks import with_derived_keys
-from parallel3d.config.fields import all_keys, check_value, show, values_of, with_values
+from parallel3d.config.checks import check_config, with_derived_keys
+from parallel3d.config.fields import (
+    Key,
+    all_keys,
+    check_value,
+    show,
+    spell,
+    values_of,
+    with_values,
+)
 from parallel3d.config.identity import flat
 from parallel3d.config.overrides import experiment_files, groups
 from parallel3d.config.schema import ALTERNATIVES, OPTIONS, Config, sections_of
+from parallel3d.config.values import FREE, LAYOUT
 from parallel3d.config.words import option
 from parallel3d.errors import UserError
 
@@ -28,6 +38,7 @@ OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # kept o
 OF_RANKS = ("placement", "rank_file")  # kept only if all sizes are kept
 OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
 MOST_SHOWN = 6
+MOST_REFITTED = 4  # keys that may be reduced or dropped together, which bounds the search
 
 
 @dataclass(frozen=True)
@@ -74,9 +85,11 @@ def continued(
 ) -> tuple[Config, str | None]:
     """Returns the configuration with which a run resumes, and a line about the values taken over.
 
-    The line is None if no value is taken over. Sizes of the layout that are not given keep their
-    values from the last start, unless these are incompatible with the given sizes. If dp is not
-    given, it follows from the number of ranks, which is `world_size` or that of the last start.
+    The line is None if no value is taken over or dropped. Sizes of the layout that are not given
+    keep their values from the last start, unless these are incompatible with the given sizes or
+    with the launcher's ranks. If dp is not given, it follows from the number of ranks, which is
+    `world_size` or that of the last start. Further values that the layout of now does not allow
+    are reduced or dropped, if they change no results (`_refitted`).
 
     Args:
         config: the configuration composed from the overrides alone.
@@ -95,14 +108,18 @@ def continued(
     # A preset other than that of the last start replaces its whole section.
     left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
     given = replace(given, presets=set())
+    of_layout: set[str] = set()
     if "layout" not in given:
         ranks = _ranks(old)
         old |= _sizes(new, old, given, world_size)
         same = all(old[s] == getattr(there, s) for s in SIZES) and old["dp"] in (None, there.dp)
         if not same or world_size not in (None, ranks):
-            left |= {*OF_RANKS}
+            of_layout |= {*OF_RANKS}
         if old["pp"] != there.pp:
-            left |= {*OF_STAGES}
+            of_layout |= {*OF_STAGES}
+    # Sizes that were given up are reported, like everything else that a change of layout drops.
+    lost = {key for key in old if _is_among(key, {*SIZES, *of_layout} - left)}
+    left |= of_layout
     left = left.union(*(some for some in ALTERNATIVES if any(k in given for k in some)))
     if "global_batch_size" in given:
         left |= {"train.batch_schedule"}
@@ -116,13 +133,86 @@ def continued(
             check_value(key, value)
         except UserError as error:  # an older version allowed the value
             raise UserError(f"run={config.run}, at its last start: {error}") from None
-    changed = [f"{key}={show(value)}" for key, value in changes.items()]
-    if not changed:
-        return config, None
-    more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
-    shown = f"{', '.join(changed[:MOST_SHOWN])}{more}"
-    line = f"run={config.run}: values kept from its last start: {shown}"
-    return with_values(config, taken), line
+    found = with_values(config, taken)
+    if "layout" not in given and _has_other_layout(found, there, world_size):
+        found = _refitted(found, config, changes, world_size)
+    now, before = values_of(found), values_of(with_derived_keys(there))
+    lost = {key for key in lost | changes.keys() if key not in given and now[key] != before[key]}
+    lost -= {"dp"}  # the ranks decide it anew in every start
+    kept = [f"{key}={show(value)}" for key, value in changes.items() if key not in lost]
+    parts = []
+    if kept:
+        parts.append(f"values kept from its last start: {_shown(kept)}")
+    if gone := [f"{spell(k, before[k])} (now {show(now[k])})" for k in before if k in lost]:
+        parts.append(f"values that do not fit the layout of now: {_shown(gone)}")
+    return found, f"run={config.run}: {'; '.join(parts)}" if parts else None
+
+
+def _shown(words: Sequence[str]) -> str:
+    more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
+    return f"{', '.join(words[:MOST_SHOWN])}{more}"
+
+
+def _has_other_layout(config: Config, there: Config, world_size: int | None) -> bool:
+    """Returns whether a key of the layout, or the number of ranks, is not that of the last start.
+
+    Other settings that contradict each other were chosen by the user, who is asked to decide.
+    """
+    ranks = world_size or config.world_size
+    before, now = values_of(there), values_of(config)
+    layout = [name for name, key in all_keys().items() if key.resume == LAYOUT and name != "dp"]
+    return ranks != there.world_size or any(before[name] != now[name] for name in layout)
+
+
+def _refitted(
+    config: Config, fresh: Config, taken: Iterable[str], world_size: int | None
+) -> Config:
+    """Returns `config`, valid by reducing or dropping as few taken values as possible.
+
+    Only keys that change nothing but rounding are tried: a number of the layout takes its largest
+    divisor that fits (a stage of ZeRO, the next lower one), any other key its value in `fresh`. If
+    the configuration remains invalid, it is returned unchanged, and the later check says why.
+    """
+    keys = [key for name, key in all_keys().items() if name in taken]
+    keys = [key for key in keys if key.resume in (FREE, LAYOUT) and key.name not in (*SIZES, "dp")]
+    usual = values_of(fresh)
+    states = [(config, _refusal(config, world_size))]
+    if states[0][1] is None:
+        return config
+    # A breadth-first search. A change that leaves the sentence of the refusal as it was has nothing
+    # to do with it. Keys of a later declaration, which matter less, give way first.
+    for _ in range(MOST_REFITTED):
+        following = []
+        for state, sentence in states:
+            values = values_of(state)
+            for key in reversed(keys):
+                for value in _smaller(key, values[key.name], usual[key.name]):
+                    other = with_values(state, {key.name: value})
+                    refusal = _refusal(other, world_size)
+                    if refusal is None:
+                        return other
+                    if refusal != sentence:
+                        following.append((other, refusal))
+        states = following
+    return config
+
+
+def _refusal(config: Config, world_size: int | None) -> str | None:
+    """Returns the sentence that refuses a configuration, or None if it is valid."""
+    try:
+        check_config(config, world_size, own_samples=True, may_resume=True)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _smaller(key: Key, value: Any, usual: Any) -> list[Any]:
+    """Returns the values to try in place of a key's value, the best first."""
+    found: list[Any] = []
+    if key.kind is int and key.resume == LAYOUT and value:
+        least, most = key.meta["minimum"], min(value - 1, 4096)
+        found = [n for n in range(most, least - 1, -1) if least == 0 or value % n == 0]
+    return [other for other in dict.fromkeys([*found, usual]) if other != value]
 
 
 def _sizes(
@@ -138,8 +228,12 @@ def _sizes(
     # Without a launcher, this process starts as many ranks as the sizes need, so any sizes fit.
     if "dp" in typed and world_size is None:
         return kept | typed
-    if typed and ranks % (math.prod(kept.values()) * (typed.get("dp") or 1)):
-        kept = {s: typed.get(s, new[s]) for s in SIZES}
+    room, odd = divmod(ranks, math.prod(n or 1 for n in typed.values()))
+    for size in (s for s in SIZES if s not in typed):
+        # Beside typed sizes, another is kept whole or dropped; without them, it may be reduced.
+        whole = old[size] if not odd and room % old[size] == 0 else new[size]
+        kept[size] = whole if typed else math.gcd(room, old[size])
+        room //= kept[size]
     dp, odd = divmod(ranks, math.prod(kept.values()))
     return kept | {"dp": None if world_size or odd or dp == 1 else dp} | typed
 

@@ -10,8 +10,9 @@ import pytest
 
 from parallel3d.cli.continued import Given, continued
 from parallel3d.config.checks import check_config
-from parallel3d.config.fields import with_values
+from parallel3d.config.fields import show, spell, values_of, with_values
 from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
 
 
 def at_last_start(**keys: Any) -> Config:
@@ -38,7 +39,11 @@ def resumed(
         ((2, 2, 2), {}, 4, (2, 2, None)),
         ((1, 4, 1), {"tp": 2}, 4, (2, 1, None)),
         ((2, 1, 4), {"dp": 4}, 4, (1, 1, 4)),
-        ((2, 2, 1), {}, 2, (2, 2, None)),  # a later check refuses it, with sizes that fit
+        # Without typed sizes, the launcher's ranks reduce those that they cannot hold.
+        ((2, 2, 1), {}, 2, (2, 1, None)),
+        ((4, 1, 1), {}, 2, (2, 1, None)),
+        ((1, 4, 1), {}, 2, (1, 2, None)),
+        ((2, 1, 2), {}, 3, (1, 1, None)),
     ],
 )
 def test_sizes_are_those_of_the_last_start_where_they_fit(
@@ -81,3 +86,62 @@ def test_another_preset_replaces_its_section_and_the_same_one_changes_nothing() 
     assert resumed(there, {}, presets=("optim",)).optim == Config().optim
     there = dataclasses.replace(there, optim=dataclasses.replace(there.optim, name="adamw"))
     assert resumed(there, {}, presets=("optim",)).optim.lr == 0.5
+
+
+MOE = {"model.num_experts": 8, "model.bias": False, "model.tie_embeddings": False}
+OVERLAPPED = MOE | {"dp": 4, "ep": 4, "moe.overlap": True}
+INTERLEAVED = {"pp": 2, "vpp": 2, "schedule.name": "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("there", "typed", "ranks", "expected"),
+    [
+        (OVERLAPPED, {"dp": 2}, None, {"ep": 2, "moe.overlap": True}),
+        (OVERLAPPED, {}, 2, {"ep": 2, "moe.overlap": True}),
+        (OVERLAPPED, {}, 1, {"ep": 1, "moe.overlap": False}),
+        (OVERLAPPED, {"ep": 1}, None, {"moe.overlap": False}),
+        (OVERLAPPED | {"dp": 6, "ep": 2, "global_batch_size": 48}, {}, 3, {"ep": 1}),
+        (MOE | {"tp": 2, "sp": True, "dp": 2, "ep": 4}, {}, 2, {"tp": 2, "sp": True, "ep": 2}),
+        ({"dp": 2, "micro_batch_size": 8}, {}, 4, {"micro_batch_size": 4}),
+        ({"dp": 4, "zero": 2, "ddp.shard_size": 4}, {"dp": 2}, None, {"ddp.shard_size": None}),
+        ({"dp": 4, "zero": 2, "ddp.shard_size": 4}, {}, 1, {"zero": 2}),
+        ({"dp": 4, "ddp.hierarchical": True}, {"zero": 1}, None, {"ddp.hierarchical": False}),
+        ({"dp": 2, "zero": 3}, {"schedule.name": "auto"}, None, {"zero": 1}),
+        ({"tp": 2, "sp": True, "tensor_parallel.chunks": 64}, {"tp": 8}, None, {"sp": True}),
+        ({"tp": 2, "cp": 2, "context_parallel.style": "heads"}, {"tp": 8}, 16, {"cp": 2}),
+        (INTERLEAVED | {"num_layers": 8}, {"dp": 4}, None, {"schedule.name": "interleaved"}),
+        (
+            {"pp": 2, "schedule.layers_per_stage": [3, 1], "schedule.name": "1f1b"},
+            INTERLEAVED,
+            None,
+            {"pp": 2, "schedule.layers_per_stage": None},
+        ),
+    ],
+)
+def test_values_that_the_layout_of_now_does_not_allow_are_reduced_or_dropped_and_reported(
+    there: dict[str, Any], typed: dict[str, Any], ranks: int | None, expected: dict[str, Any]
+) -> None:
+    there = {f"model.{k}" if k == "num_layers" else k: value for k, value in there.items()}
+    here = with_values(Config(run="old"), typed)
+    found, line = continued(here, at_last_start(**there), Given({*typed}, set()), ranks)
+    check_config(found, ranks, own_samples=True)
+    values = values_of(found)
+    assert {key: values[key] for key in expected} == expected
+    lost = {key: there[key] for key in there if key != "dp" and values[key] != there[key]}
+    for key, value in lost.items():
+        if key not in typed:
+            assert f"{spell(key, value)} (now {show(values[key])})" in (line or "")
+
+
+def test_a_batch_that_no_size_of_now_divides_is_not_changed() -> None:
+    there = at_last_start(dp=2, micro_batch_size=8)
+    found = resumed(there, {"dp": 3})
+    assert (found.micro_batch_size, found.global_batch_size) == (8, 16)
+    with pytest.raises(UserError, match="global_batch_size=16 must be a multiple"):
+        check_config(found, own_samples=True)
+
+
+def test_settings_that_contradict_each_other_without_a_new_layout_are_left_to_the_user() -> None:
+    there = at_last_start(recompute="[mlp]", mlp_chunk_tokens=64)
+    found = resumed(there, {"compile": True})
+    assert found.mlp_chunk_tokens == 64
