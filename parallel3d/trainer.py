@@ -35,6 +35,7 @@ from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.errors import UserError
 from parallel3d.experts.balance import ExpertFigures
 from parallel3d.metrics.jsonl import Score
+from parallel3d.models.rotary import rope_switch
 from parallel3d.optim.optimizer import learning_rate
 from parallel3d.optim.thaws import THAWS, thaws_of
 from parallel3d.parameters.gather import gather_parameters
@@ -255,6 +256,7 @@ class Trainer:
             split=split,
             vocab_size=None if self.corpus is not None else config.model.vocab_size,
             routes=self.balance is not None and bool(self.balance.routers),
+            measures=any(rope_switch(config.model, rope) for rope in config.model.ropes),
         )
 
     @property

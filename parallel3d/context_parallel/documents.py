@@ -95,6 +95,8 @@ class Documents:
         window: the keys that queries of sliding layers see in whole samples; None if no layer
             slides.
         are_samples: whether each sample is one document.
+        used: (b, 1) int64 on the device: the number of each sample's tokens before its padding, if
+            `are_samples`; None if no sample is padded.
     """
 
     starts: Tensor
@@ -102,6 +104,7 @@ class Documents:
     shard: SequenceShard | None = None
     window: WindowBlocks | None = None
     are_samples: bool = False
+    used: Tensor | None = None
 
     def positions(self) -> Tensor:
         """Returns each token's position in its document, int64 on the device.
@@ -111,6 +114,18 @@ class Documents:
         if self.shard is not None:
             return self.shard.positions - self.shard.starts
         return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
+
+    def are_longer_than(self, length: int) -> Tensor:
+        """Returns whether each token's document has more than `length` tokens.
+
+        The result is a bool tensor on the device, which broadcasts to the shape of `positions`.
+        """
+        if self.used is not None:
+            return self.used > length
+        starts = self.starts if self.shard is None else self.shard.starts
+        place, end = starts.long() + length, self.starts.shape[1]
+        # A longer document still holds the token `length` positions after its first one.
+        return (place < end) & (self.starts.gather(1, place.clamp(max=end - 1)) == starts)
 
 
 def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> Documents:
@@ -128,11 +143,19 @@ def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> 
     )
 
 
-def whole_samples(number: int, device: torch.device, split: SequenceSplit) -> Documents:
-    """Returns the documents of `number` samples, each of which is one document."""
+def whole_samples(
+    number: int, device: torch.device, split: SequenceSplit, used: Sequence[int] | None = None
+) -> Documents:
+    """Returns the documents of `number` samples, each of which is one document.
+
+    `used` has the number of each sample's tokens before its padding, or is None without padding.
+    """
     starts = np.zeros((number, split.length), dtype=np.int32)
     documents = make_documents(split.pad_starts(starts), device, split)
-    return replace(documents, are_samples=True)
+    if used is None:
+        return replace(documents, are_samples=True)
+    lengths = torch.tensor(used, dtype=torch.int64).unsqueeze(1)
+    return replace(documents, are_samples=True, used=accelerator.moved(lengths, device))
 
 
 def _window_blocks(

@@ -83,6 +83,7 @@ class Batches:
         split: SequenceSplit | None = None,
         vocab_size: int | None = None,
         routes: bool = False,
+        measures: bool = False,
     ) -> None:
         """Prepares to read samples of `source`.
 
@@ -92,6 +93,7 @@ class Batches:
                 reads the whole sample and keeps its own tokens.
             vocab_size: the vocabulary size against which samples are checked, or None for no check.
             routes: whether the stage has experts, which must know the padding.
+            measures: whether the model depends on the length of a sample without its padding.
         """
         self.source = source
         self._needs_batch = needs_batch
@@ -104,7 +106,8 @@ class Batches:
         self._vocab_size = vocab_size
         self._routes = routes
         # Sources without masks have no padding either.
-        self._reads = needs_batch or document_mask or (routes and self._masks)
+        self._measures = measures and self._masks and not document_mask
+        self._reads = needs_batch or document_mask or (routes and self._masks) or self._measures
         self._ahead: ReadAhead | None = None
         self._reads_ahead = stride > 0 and self._reads
         self.resize(num_microbatches, stride)
@@ -139,8 +142,10 @@ class Batches:
         documents = None
         if self._document_mask:
             documents = documents_of(samples, indices, self._device, self._split)
-        elif self._split is not None and self._split.size > 1:
-            documents = whole_samples(len(indices), self._device, self._split)
+        elif self._measures or (self._split is not None and self._split.size > 1):
+            split = self._split or SequenceSplit(self.source.seq_length)
+            used = self._used(samples) if self._measures else None
+            documents = whole_samples(len(indices), self._device, split, used)
         if documents is not None and documents.shard is not None:
             self._imbalances[m] = documents.shard.imbalance
         balance = self._balance(numbers, samples, documents) if self._routes else None
@@ -158,8 +163,7 @@ class Batches:
     ) -> Balance:
         """Returns the `Balance` of a micro-batch, which marks padding for the experts."""
         length = self.source.seq_length
-        lengths = [length if s.used is None else s.used for s in samples]
-        lengths = lengths or [length] * self._micro_batch_size
+        lengths = self._used(samples) or [length] * self._micro_batch_size
         shard = None if documents is None else documents.shard
         used = None
         is_padded = self._split is not None and self._split.padded > length
@@ -170,6 +174,10 @@ class Batches:
         on_device = self._moved(torch.tensor(lengths, dtype=torch.float64))
         positions = None if shard is None else shard.positions
         return Balance(numbers, positions, used, on_device)
+
+    def _used(self, samples: Sequence[Sample]) -> list[int]:
+        """Returns the number of each sample's inputs before its padding."""
+        return [self.source.seq_length if s.used is None else s.used for s in samples]
 
     def routed_count(self, first: int) -> int:
         """Counts the tokens, without padding, of this rank's share of the global batch."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.dialect import LLAMA3, LONGROPE, YARN, Rope
 from parallel3d.models.ops import Rotary
 
@@ -28,22 +29,57 @@ class Positions(NamedTuple):
 def rotary_tables(
     model: ModelConfig, rope: Rope, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
-    """Returns cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
+    """Returns cos and sin of position · frequency: (rows, 1, r/2) each, fp32 or better.
 
-    The frequency of pair d is base^(-2d/r), scaled by `model.rope_scaling` if `rope.is_scaled`.
+    The frequency of pair d is base^(-2d/r), scaled by `model.rope_scaling` if `rope.is_scaled`. The
+    row of a position is its number, except that with a `rope_switch` as many rows for documents
+    of at most that length come first. `rows_read` returns the rows of tokens.
     """
-    frequency, factor = frequencies(model, rope)
-    # fp32 is too coarse for the angles of late positions.
-    angle = torch.outer(torch.arange(model.seq_length, dtype=torch.float64), frequency)
+    lengths = [model.seq_length]
+    if (switch := rope_switch(model, rope)) is not None:
+        lengths.insert(0, switch)
+    angles, factor = [], 1.0
+    for length in lengths:
+        frequency, factor = frequencies(model, rope, length)
+        # fp32 is too coarse for the angles of late positions.
+        angles.append(torch.outer(torch.arange(length, dtype=torch.float64), frequency))
+    angle = torch.cat(angles)
     kind = torch.float64 if dtype == torch.float64 else torch.float32
     cos, sin = angle.cos() * factor, angle.sin() * factor
     return cos.unsqueeze(1).to(device, kind), sin.unsqueeze(1).to(device, kind)
 
 
-def frequencies(model: ModelConfig, rope: Rope) -> tuple[Tensor, float]:
+def rope_switch(model: ModelConfig, rope: Rope) -> int | None:
+    """Returns the length up to which documents are rotated with other frequencies.
+
+    It is None if documents of all lengths have the same frequencies. Only LongRoPE has a switch,
+    and only if a sample is longer.
+    """
+    switches = rope.is_scaled and model.rope_scaling == LONGROPE
+    original = model.rope_original_length
+    return original if switches and model.seq_length > original else None
+
+
+def rows_read(length: int, documents: Documents | None, switch: int | None) -> slice | Tensor:
+    """Returns the rows of a table from `rotary_tables` that the tokens of samples read.
+
+    Args:
+        length: number of tokens of each sample, if `documents` is None.
+        documents: the documents, or None if each sample is one document.
+        switch: the table's `rope_switch`.
+    """
+    if documents is None:
+        first = switch if switch is not None and length > switch else 0
+        return slice(first, first + length)
+    read = documents.positions()
+    return read if switch is None else read + switch * documents.are_longer_than(switch)
+
+
+def frequencies(model: ModelConfig, rope: Rope, length: int) -> tuple[Tensor, float]:
     """Returns the frequencies of the pairs, (r/2,) in fp64, and the factor for cos and sin.
 
-    The frequency of a pair is the angle by which it turns from one position to the next.
+    The frequency of a pair is the angle by which it turns from one position to the next. `length`
+    is the number of tokens of the document.
     """
     rotated = model.rotary_pairs * 2
     exponent = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
@@ -51,7 +87,7 @@ def frequencies(model: ModelConfig, rope: Rope) -> tuple[Tensor, float]:
     if not rope.is_scaled:
         return plain, 1.0
     if model.rope_scaling == LONGROPE:
-        return _longrope(plain, model), _attention_factor(model)
+        return _longrope(plain, model, length), _attention_factor(model)
     if model.rope_scaling == YARN:
         return _yarn(plain, rope.base, model), _attention_factor(model)
     if model.rope_scaling_factor == 1:
@@ -97,13 +133,13 @@ def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
     return frequency * (1 - slowed) + frequency / model.rope_scaling_factor * slowed
 
 
-def _longrope(frequency: Tensor, model: ModelConfig) -> Tensor:
+def _longrope(frequency: Tensor, model: ModelConfig, length: int) -> Tensor:
     """Divides each frequency by its factor (LongRoPE, Ding et al. 2024, arXiv:2402.13753).
 
-    `model.seq_length` decides between short and long factors. A choice by the length of each batch
-    would change the model from batch to batch.
+    Like in the transformers library, the length of a whole document decides between short and long
+    factors. The length of the other documents in its batch has no influence.
     """
-    is_long = model.seq_length > model.rope_original_length
+    is_long = length > model.rope_original_length
     factors = model.rope_long_factors if is_long else model.rope_short_factors
     return frequency / torch.tensor(factors, dtype=torch.float64)
 

@@ -48,7 +48,13 @@ from parallel3d.models.recompute import (
     shared_inductor,
     without_inplace_reuse,
 )
-from parallel3d.models.rotary import Positions, rotary_tables, temperatures
+from parallel3d.models.rotary import (
+    Positions,
+    rope_switch,
+    rotary_tables,
+    rows_read,
+    temperatures,
+)
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import state_of
@@ -360,6 +366,7 @@ class Stage(nn.Module):
         of_init = ctx.init.dtype, ctx.init.device
         # Every stage has a table for each kind of rotary positions in the model.
         self.rotary = tuple(rotary_tables(model, rope, *of_init) for rope in model.ropes)
+        self.switches = tuple(rope_switch(model, rope) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
         # A graph has whole periods of `layer_types`, so that graphs are equal and share their code.
@@ -373,6 +380,11 @@ class Stage(nn.Module):
         # `nn.ModuleDict` is not generic, so type checkers do not know the type of its values.
         return {name: cast(TransformerBlock, block) for name, block in self.layers.items()}
 
+    @property
+    def switch(self) -> int | None:
+        """The length up to which documents have other rotary positions, or None without such."""
+        return next((switch for switch in self.switches if switch is not None), None)
+
     def positions_and_documents(
         self, batch: int, length: int, documents: Documents | None = None
     ) -> tuple[Positions, Documents | None]:
@@ -383,9 +395,12 @@ class Stage(nn.Module):
         """
         rotary, temperature = self.rotary, self.temperature
         if rotary or temperature is not None:
-            read = slice(length) if documents is None else documents.positions()
-            rotary = tuple((cos[read], sin[read]) for cos, sin in rotary)
-            temperature = None if temperature is None else temperature[read]
+            rows = {
+                switch: rows_read(length, documents, switch) for switch in {None, *self.switches}
+            }
+            tables = zip(rotary, self.switches, strict=True)
+            rotary = tuple((cos[rows[switch]], sin[rows[switch]]) for (cos, sin), switch in tables)
+            temperature = None if temperature is None else temperature[rows[None]]
         if temperature is not None and documents is not None:
             temperature = temperature.unsqueeze(1)  # the same factor for all heads
         if documents is None and self.window is not None:
@@ -573,7 +588,10 @@ class Decoder:
         is recomputed, beginning at position 0.
         """
         start = self._window_start(len(tokens))
-        if start != self.start or len(tokens) - start - self.cached != 1:
+        switch = self.stage.switch
+        # Keys of a document that becomes longer than the switch are rotated in another way.
+        switched = switch is not None and self.cached <= switch < len(tokens) - start
+        if switched or start != self.start or len(tokens) - start - self.cached != 1:
             self.start = start
             self.cached = 0
         window = tokens[start:]
@@ -635,7 +653,8 @@ class Decoder:
         rotary = None
         if attention.rope is not None:
             cos, sin = self.stage.rotary[attention.rope]
-            rotary = cos[first:end], sin[first:end]
+            rows = rows_read(end, None, self.stage.switches[attention.rope])
+            rotary = cos[rows][first:], sin[rows][first:]
         heads = attention.heads
         q, k, v = split_heads(qkv, (heads, attention.kv_heads, attention.head_dim), rotary)
         if self.stage.temperature is not None:

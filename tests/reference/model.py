@@ -155,8 +155,8 @@ def make_norm(shape: ModelShape) -> nn.Module:
     return RMSNorm(shape.hidden_size, shape)
 
 
-def frequencies(shape: ModelShape, pairs: int) -> list[float]:
-    """Returns radians per position for each pair of dimensions."""
+def frequencies(shape: ModelShape, pairs: int, tokens: int) -> list[float]:
+    """Returns radians per position for each pair of dimensions, in a document of `tokens`."""
     plain = [shape.rotary_base ** (-d / pairs) for d in range(pairs)]
     kind, factor = option(shape, "rope_scaling"), shape.rope_scaling_factor
     if kind == "linear":
@@ -164,11 +164,20 @@ def frequencies(shape: ModelShape, pairs: int) -> list[float]:
     if kind == "yarn":
         return yarn_frequencies(shape, plain)
     if kind == "longrope":
-        longer = shape.seq_length > shape.rope_original_length
+        longer = tokens > shape.rope_original_length
         divisors = shape.rope_long_factors if longer else shape.rope_short_factors
         return [frequency / by for frequency, by in zip(plain, divisors, strict=True)]
     assert kind == "llama3", kind
     return llama3_frequencies(shape, pairs)
+
+
+def lengths(places: Sequence[int]) -> list[int]:
+    """Returns the number of tokens of each token's document; `places` counts from 0 in each."""
+    found: list[int] = []
+    for i, place in enumerate(places):
+        if i + 1 == len(places) or places[i + 1] <= place:
+            found += [place + 1] * (place + 1)
+    return found
 
 
 def yarn_frequencies(shape: ModelShape, plain: Sequence[float]) -> list[float]:
@@ -240,14 +249,20 @@ def rotate(
     head_dim = x.shape[-1]
     pairs = int(head_dim * shape.rotary_percent) // 2
     turning, passing = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    turns = (
-        frequencies(shape, pairs) if base is None else [base ** (-d / pairs) for d in range(pairs)]
-    )
-    frequency = torch.tensor(turns, dtype=torch.float64)
-    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequency)
-    turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype))
-    if positions is not None:
-        turn = torch.stack([turn[places] for places in positions]).unsqueeze(1)
+    if positions is None:
+        positions = torch.arange(x.shape[-2]).expand(x.shape[0], -1)
+    rows = []
+    for places in positions.tolist():
+        sizes = lengths(places)
+        of_size = {
+            tokens: frequencies(shape, pairs, tokens)
+            if base is None
+            else [base ** (-d / pairs) for d in range(pairs)]
+            for tokens in set(sizes)
+        }
+        rows.append([of_size[tokens] for tokens in sizes])
+    angle = positions.double().unsqueeze(-1) * torch.tensor(rows, dtype=torch.float64)
+    turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype)).unsqueeze(1)
     if base is None:
         turn = turn * attention_factor(shape)
     turned = torch.complex(turning[..., :pairs], turning[..., pairs:]) * turn

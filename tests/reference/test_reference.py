@@ -203,10 +203,10 @@ def test_scaled_rope_slows_long_waves_keeps_short_ones_and_mixes_between() -> No
     """With waves of 2π, 2π·10 = 62.8 and 2π·100 positions, the limits are 10 and 40; then, with 40
     and 160, the second wave lies in between."""
     shape = llama(rotary_base=1000.0, rope_scaling_factor=8.0)
-    assert frequencies(shape, 3) == pytest.approx([1, 0.1 / 8, 0.01 / 8])
+    assert frequencies(shape, 3, 1) == pytest.approx([1, 0.1 / 8, 0.01 / 8])
     shape.rope_original_length = 160
     smooth = (160 / (20 * math.pi) - 1) / 3
-    assert frequencies(shape, 3)[1] == pytest.approx(0.1 * (smooth + (1 - smooth) / 8))
+    assert frequencies(shape, 3, 1)[1] == pytest.approx(0.1 * (smooth + (1 - smooth) / 8))
 
 
 def test_norms_of_heads_see_each_head_alone() -> None:

@@ -98,7 +98,7 @@ def scores_of(
 ) -> dict[tuple[int, int], Likelihood]:
     """Returns the likelihoods by (row, choice) on every rank. The call is collective."""
     mine: list[tuple[int, int, Likelihood]] = []
-    for number, batch in enumerate(batches_of(requests, batch_tokens)):
+    for number, batch in enumerate(batches_of(requests, batch_tokens, stage.switch)):
         if number % groups.dp.size == groups.dp.index:
             found = likelihoods(stage, groups, batch, hidden_size)
             mine += [(r.row, r.choice, f) for r, f in zip(batch, found, strict=False)]
@@ -141,15 +141,20 @@ def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> l
     return sorted(found, key=lambda r: -len(r.tokens))
 
 
-def batches_of(requests: Sequence[Request], batch_tokens: int) -> list[list[Request]]:
+def batches_of(
+    requests: Sequence[Request], batch_tokens: int, switch: int | None = None
+) -> list[list[Request]]:
     """Returns batches of consecutive requests.
 
-    A batch has at most `batch_tokens` tokens with padding, or is a single longer request.
+    A batch has at most `batch_tokens` tokens with padding, or is a single longer request. Inputs
+    with more than `switch` tokens are in other batches than the rest, because the model rotates
+    the two in different ways (`Stage.switch`).
     """
     batches: list[list[Request]] = []
     for request in requests:
-        fits = batches and (len(batches[-1]) + 1) * len(batches[-1][0].tokens) <= batch_tokens
-        if fits:
+        first = batches[-1][0].tokens if batches else []
+        alike = switch is None or (len(first) - 1 > switch) == (len(request.tokens) - 1 > switch)
+        if batches and alike and (len(batches[-1]) + 1) * len(first) <= batch_tokens:
             batches[-1].append(request)
         else:
             batches.append([request])

@@ -10,7 +10,13 @@ import torch
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.dialect import Rope
-from parallel3d.models.rotary import frequencies, rotary_tables, temperatures
+from parallel3d.models.rotary import (
+    frequencies,
+    rope_switch,
+    rotary_tables,
+    rows_read,
+    temperatures,
+)
 
 PAIRS = 12
 PLAIN = ModelConfig(
@@ -82,18 +88,19 @@ def test_frequencies_are_those_of_transformers(
     )
     compute = ROPE_INIT_FUNCTIONS[theirs["rope_type"]]
     expected, factor = compute(config, torch.device("cpu"), seq_len=model.seq_length)
-    found, ours = frequencies(model, Rope(10000.0, is_scaled=True))
+    found, ours = frequencies(model, Rope(10000.0, is_scaled=True), model.seq_length)
     torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=0.0)
     assert ours == pytest.approx(factor, rel=1e-12)
     cos, sin = rotary_tables(model, Rope(10000.0, True), torch.float64, torch.device("cpu"))
     angle = torch.arange(model.seq_length).double()[:, None] * found
-    torch.testing.assert_close(cos.squeeze(1), ours * angle.cos())
-    torch.testing.assert_close(sin.squeeze(1), ours * angle.sin())
+    read = rows_read(model.seq_length, None, rope_switch(model, Rope(10000.0, True)))
+    torch.testing.assert_close(cos[read].squeeze(1), ours * angle.cos())
+    torch.testing.assert_close(sin[read].squeeze(1), ours * angle.sin())
 
 
 def test_layers_that_are_not_scaled_have_plain_frequencies_of_their_base() -> None:
     model = replace(PLAIN, rope_scaling="yarn", rope_scaling_factor=16.0)
-    found, factor = frequencies(model, Rope(500.0, is_scaled=False))
+    found, factor = frequencies(model, Rope(500.0, is_scaled=False), 40)
     assert factor == 1.0
     assert found.tolist() == pytest.approx([500.0 ** (-d / PAIRS) for d in range(PAIRS)])
 
