@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests
 import transformers
 
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
-from parallel3d.commands.checkpoint import huggingface
+from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.generate import state_of
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.transformer import Stage
@@ -212,7 +212,7 @@ def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
 
 
 def logits_of(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
-    """Returns logits with gradients, unlike `our_logits` of the import."""
+    """Returns logits (b, s, vocab_size) with gradients, unlike the proof of an import."""
     assert stage.embedding is not None and stage.head is not None
     x = stage.embedding(tokens)
     rotary, documents = stage.positions_and_documents(len(tokens), tokens.shape[1])
@@ -251,7 +251,7 @@ def read(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def filled(model: ModelConfig, weights: Mapping[str, Tensor]) -> Stage:
     """Returns the whole model on one rank with these weights."""
-    stage = huggingface.blank_model(model)
+    stage = proof.blank_model(model)
     fill(stage, weights)
     return stage
 

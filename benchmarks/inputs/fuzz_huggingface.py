@@ -32,10 +32,11 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import FIXED, HARMLESS
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
-from parallel3d.commands.checkpoint import huggingface
+from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.generate import state_of
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.models.transformer import Stage
 
 DENSE = ("llama", "qwen2", "qwen3", "gpt2")
 DIALECTS = (
@@ -557,23 +558,14 @@ def random_case(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Case:
     return case
 
 
-def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
-    """Returns tokens, and the logits of the model that `checkpoint import` reads. Raises
-    UserError."""
+def read_import(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Returns the model and the tensors that `checkpoint import` reads. Raises UserError."""
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
-    stage = huggingface.blank_model(model)
-    held = {name.partition("/")[2]: state.chunks for name, state in state_of(stage).items()}
     tensors = tensors_of(
         folder, model, found.kind, dtype=torch.float32, mtp=found.mtp, wrapped=found.wrapped
     )
-    for name, tensor in tensors:
-        for chunk, values in held.pop(name):
-            values.copy_(chunk.of(tensor))
-    if held:
-        raise ValueError(f"nothing fills {', '.join(held)}")
-    tokens = huggingface.some_tokens(model)
-    return tokens, huggingface.our_logits(stage, model, tokens)
+    return model, dict(tensors)
 
 
 def outcome(case: Case) -> tuple[str, str]:
@@ -586,17 +578,25 @@ def outcome(case: Case) -> tuple[str, str]:
         folder = Path(name)
         case.write(folder)
         try:
-            tokens, ours = logits_of_import(folder)
+            model, weights = read_import(folder)
         except UserError as error:
             return "refused", str(error).replace(name, "…")
         except Exception:
             return "CRASH", traceback.format_exc()
+
+        def fill(stage: Stage) -> None:
+            names = {key.partition("/")[2]: state for key, state in state_of(stage).items()}
+            assert names.keys() == weights.keys()
+            for tensor, state in names.items():
+                for chunk, values in state.chunks:
+                    values.copy_(chunk.of(weights[tensor]))
+
         try:
-            theirs = huggingface.their_logits(folder, tokens, wrapped=bool(case.whole))
+            theirs = proof.their_side(folder, model, wrapped=bool(case.whole))
         except UserError as error:
             return "unproven", str(error).replace(name, "…")
         try:
-            return "equal", huggingface.compare(folder, ours, theirs)
+            return "equal", proof.verdict(folder, model, theirs, fill)
         except UserError as error:
             return "DIFFERENT", str(error).replace(name, "…")
 

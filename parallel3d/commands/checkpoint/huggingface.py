@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import warnings
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,9 @@ from parallel3d.checkpoint.hf.folder import (
 )
 from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
 from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
-from parallel3d.comm.group import SINGLE
 from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, find_checkpoint, title
 from parallel3d.commands.checkpoint.new_runs import new_run, save_first
+from parallel3d.commands.checkpoint.proof import TRANSFORMERS, their_side, verdict, why_not
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.config.checks import check_config
@@ -52,13 +50,11 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
-from parallel3d.files import new_folder, plain, read_bounded, write_durably
-from parallel3d.host.quotas import available_memory
-from parallel3d.models.layers import BuildContext
-from parallel3d.models.transformer import Blank, Stage
+from parallel3d.files import new_folder, read_bounded, write_durably
+from parallel3d.models.transformer import Stage
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER
-from parallel3d.versions import TRIED, newer, parts
+from parallel3d.versions import newer
 
 BYTES = "its tokens are bytes, and token 256 ends texts"
 NO_TOKENIZER = "without a tokenizer, like the folder that it was imported from"
@@ -166,111 +162,6 @@ def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
     return (
         f"{folder} has no {TOKENIZER}: the run's tokens are bytes, unless data.tokenizer=… names "
         "the tokenizer of the model"
-    )
-
-
-TRANSFORMERS = "transformers"
-LONGEST = 256  # maximum number of tokens whose logits are compared
-# Tolerance relative to the largest logit. In fp32 two implementations of one model differ by about
-# 1e-6, and the two most similar models (with gelu and its tanh approximation) by about 1e-3.
-TOLERANCE = 1e-4
-
-
-def why_not(model: ModelConfig) -> str | None:
-    """Returns why an import cannot be compared with transformers here, or None if it can."""
-    try:
-        found = version(TRANSFORMERS)
-    except PackageNotFoundError:
-        return "transformers is not installed (pip install transformers)"
-    # Versions before 5 drop the head if config.json ties it, and read other keys.
-    oldest = TRIED[TRANSFORMERS].oldest
-    if oldest is not None and parts(found) < parts(oldest):
-        return f"transformers {found} is older than {oldest}, the oldest that an import compares"
-    needed = 2 * 4 * parameter_count(model) + 3 * 4 * LONGEST * model.vocab_size
-    if needed > (free := available_memory()):
-        return (
-            f"the comparison would take {needed / 1e9:.1f} GB of memory, but only "
-            f"{free / 1e9:.1f} GB are free"
-        )
-    return None
-
-
-def some_tokens(model: ModelConfig) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, min(LONGEST, model.seq_length))
-    return torch.randint(0, model.vocab_size, shape, generator=generator)
-
-
-def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
-    """Returns the whole model as one stage, with zero weights, for up to LONGEST positions."""
-    model = dataclasses.replace(model, seq_length=min(LONGEST, model.seq_length), dropout=0.0)
-    context = BuildContext(Blank(0, dtype, torch.device("cpu")), SINGLE, sp=False)
-    return Stage(model, range(model.num_layers), True, True, context)
-
-
-@torch.no_grad()
-def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
-    assert stage.embedding is not None and stage.head is not None
-    x = stage.embedding(tokens)
-    positions, documents = stage.positions_and_documents(len(tokens), tokens.shape[1])
-    for block in stage.layers.values():
-        x = block(x, positions, documents=documents)
-    return stage.head.logits(x)[..., : model.vocab_size]
-
-
-def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tensor:
-    """Returns the logits (b, s, vocab_size) that transformers computes for `tokens`.
-
-    If `wrapped` is true, the folder has a vision model, whose text part is used. Raises UserError
-    if transformers fails.
-    """
-    import transformers
-
-    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            auto = transformers.AutoModelForCausalLM
-            if wrapped:  # the text part of a vision model
-                auto = transformers.AutoModelForImageTextToText
-            theirs = auto.from_pretrained(
-                folder,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                use_safetensors=True,  # so that nothing is unpickled
-                trust_remote_code=False,
-                local_files_only=True,
-            )
-            logits = theirs.eval()(tokens, use_cache=False, return_dict=True).logits
-            if not logits.isfinite().all():
-                raise ValueError("its logits are not finite")
-            return logits
-    except Exception as error:  # any kind of error is possible, because the folder is untrusted
-        text = str(error).strip() or type(error).__name__
-        raise UserError(
-            f"from={folder}: transformers {version(TRANSFORMERS)} cannot load or run it "
-            f"({plain(' '.join(text.split()))}); prove=false imports it without this test"
-        ) from None
-
-
-def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
-    """Returns a sentence on how close the logits are.
-
-    Raises UserError if they differ by more than rounding.
-    """
-    difference = float((ours.float() - theirs).abs().max())
-    largest = float(theirs.abs().max())
-    count, name = theirs.shape[:-1].numel(), f"transformers {version(TRANSFORMERS)}"
-    if not difference <= TOLERANCE * largest:  # also refuses NaN
-        raise UserError(
-            f"from={folder}: the logits of {count} tokens differ from those of {name} by up to "
-            f"{difference:.3g} (the largest logit is {largest:.3g}), so nothing is imported; "
-            "prove=false imports the folder without this test"
-        )
-    return (
-        f"proven: the logits of {count} tokens equal those of {name} within {difference:.1e}; the "
-        f"largest logit is {largest:.3g}"
     )
 
 
@@ -415,12 +306,13 @@ def _prove(
 ) -> str:
     if sentence := newer((TRANSFORMERS,)):
         print_line(sentence)
-    tokens = some_tokens(model)
     # The model of transformers is freed before ours is made, so that only one is in memory.
-    theirs = their_logits(folder, tokens, wrapped=source.wrapped)
-    stage = blank_model(model, dtype)
-    read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
-    return compare(folder, our_logits(stage, model, tokens), theirs)
+    theirs = their_side(folder, model, wrapped=source.wrapped)
+
+    def fill(stage: Stage) -> None:
+        read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
+
+    return verdict(folder, model, theirs, fill, dtype)
 
 
 def _configuration(

@@ -18,10 +18,10 @@ import transformers
 from parallel3d.checkpoint.hf import folder
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.names import HFTensor
-from parallel3d.commands.checkpoint import huggingface
+from parallel3d.commands.checkpoint import proof
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
-from tests.huggingface import GROUPED, fill, save_model
+from tests.huggingface import GROUPED, fill, logits_of, save_model
 
 pytestmark = pytest.mark.slow
 
@@ -140,9 +140,10 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
 
 def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Returns (b, s, vocab_size) of our own layers on one rank."""
-    stage = huggingface.blank_model(model)
+    stage = proof.blank_model(model)
     fill(stage, weights)
-    return huggingface.our_logits(stage, model, tokens)
+    with torch.no_grad():
+        return logits_of(stage, model, tokens)
 
 
 def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:

@@ -21,8 +21,7 @@ import transformers
 
 from benchmarks.inputs import fuzz_huggingface as fuzz
 from parallel3d.checkpoint.hf import folder as hf_folder
-from parallel3d.commands.checkpoint import huggingface
-from parallel3d.commands.checkpoint import huggingface as proof
+from parallel3d.commands.checkpoint import huggingface, proof
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.huggingface import GROUPED, SIZES, save_model
