@@ -21,9 +21,11 @@ from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import checkpoints_of
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, begun, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.experts.router import Router
+from parallel3d.models.rotary import length_with_short_factors
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 from parallel3d.parameters.segments import Chunk
 from parallel3d.parameters.slices import STATE
@@ -49,6 +51,8 @@ def generate(config: CommandConfig, worker: Worker) -> None:
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
     decoding = Decoding(tokenizer)
     prompt = os.fsencode(config.prompt)  # restores exactly the bytes of the command line
+    tokens = begun(tokenizer.encode_prompt(prompt), tokenizer.begin)
+    check_length(config.model, len(tokens), config.generate.max_tokens)
     speaks, last = worker.rank == 0, "\n"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -62,7 +66,6 @@ def generate(config: CommandConfig, worker: Worker) -> None:
         write(decoding.begin(prompt))
     decoder = Decoder(config.model, groups, stage)
     sampler = TokenSampler(config.generate, config.seed)
-    tokens = begun(tokenizer.encode_prompt(prompt), tokenizer.begin)
     for _ in range(config.generate.max_tokens):
         logits = decoder.logits(tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)
@@ -80,6 +83,25 @@ def generate(config: CommandConfig, worker: Worker) -> None:
         write(decoding.end())
         write("" if last == "\n" else "\n")
     groups.close()
+
+
+def check_length(model: ModelConfig, prompt: int, more: int) -> None:
+    """Raises UserError if a text of `prompt` + `more` tokens needs factors that the run lacks.
+
+    These are LongRoPE's long factors, in a run whose sequences are all short.
+    """
+    most = length_with_short_factors(model)
+    if most is None or prompt + more - 1 <= most:
+        return
+    allowed = most - prompt + 1
+    close = "give a shorter prompt"
+    if allowed > 0:
+        close = f"the nearest is generate.max_tokens={allowed}"
+    raise UserError(
+        f"generate.max_tokens={more} after {prompt:,} tokens of the prompt needs LongRoPE's long "
+        f"factors, but with model.seq_length={model.seq_length} the run only has the short ones, "
+        f"for up to {most:,} tokens; {close}, or import the model with a longer model.seq_length"
+    )
 
 
 def load_newest(

@@ -92,10 +92,11 @@ class RopeKeys:
         tried=(1.2,),
     )
     rope_short_factors: list[float] = key(
-        [], "longrope: divisors of the frequencies for a seq_length of at most rope_original_length"
+        [],
+        "longrope: divisors of the frequencies in documents of at most rope_original_length tokens",
     )
     rope_long_factors: list[float] = key(
-        [], "longrope: divisors of the frequencies for a longer seq_length"
+        [], "longrope: divisors of the frequencies in longer documents"
     )
 
 

@@ -60,6 +60,16 @@ def rope_switch(model: ModelConfig, rope: Rope) -> int | None:
     return original if switches and model.seq_length > original else None
 
 
+def length_with_short_factors(model: ModelConfig) -> int | None:
+    """Returns the length beyond which a text needs LongRoPE's long factors.
+
+    It is None if the model reads texts of that length, or has only one set of factors.
+    """
+    switches = model.rope_scaling == LONGROPE and any(rope.is_scaled for rope in model.ropes)
+    original = model.rope_original_length
+    return original if switches and model.seq_length <= original else None
+
+
 def rows_read(length: int, documents: Documents | None, switch: int | None) -> slice | Tensor:
     """Returns the rows of a table from `rotary_tables` that the tokens of samples read.
 

@@ -92,8 +92,14 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
 
 
 def logits_of(model: Any, tokens: list[int]) -> Tensor:
+    """Returns the logits of the tokens from the fourth on, each after the text up to itself.
+
+    LongRoPE's factors change after 8 tokens, for all tokens of a text.
+    """
+    model.eval()
     with torch.no_grad():
-        return model.eval()(torch.tensor([tokens])).logits[0, 3:]
+        short, long = (model(torch.tensor([text])).logits[0] for text in (tokens[:8], tokens))
+    return torch.cat((short[3:], long[8:]))
 
 
 def test_logits_are_those_of_transformers_in_both_directions(pool: Pool, tmp_path: Path) -> None:

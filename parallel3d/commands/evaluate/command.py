@@ -35,6 +35,7 @@ from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
 from parallel3d.metrics.recorder import layout_row
+from parallel3d.models.rotary import length_with_short_factors
 from parallel3d.models.transformer import Stage, blank_stage
 from parallel3d.run.directory import folder_in_run
 from parallel3d.run.launch import Worker
@@ -68,7 +69,8 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     assert config.eval.tasks is not None  # `from_run.config_from_run` has checked this
     rows = read_rows(config.eval.tasks)
     tokenizer, model = open_tokenizer(config.data.tokenizer or BYTE), config.model
-    requests = requests_of(rows, tokenizer, model.seq_length)
+    most = length_with_short_factors(model)
+    requests = requests_of(rows, tokenizer, model.seq_length, most)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(Blueprint.of(config), groups, device)
     manifest = load_newest(Path(config.runs_dir, str(config.run)), config.eval, stage, groups)
@@ -119,11 +121,15 @@ def check_finite(found: Iterable[Likelihood], run: str) -> None:
         )
 
 
-def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> list[Request]:
+def requests_of(
+    rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int, most: int | None = None
+) -> list[Request]:
     """Returns a request for each choice of each row, the longest request first.
 
     If a context is too long for `window`, the model's sequence length, its beginning is cut off.
-    Raises UserError for a continuation without tokens, or with more than `window`.
+    Raises UserError for a continuation without tokens, or with more than `window`, and for a row
+    with more than `most` inputs, which the model would rotate with other factors if it were not
+    cut.
     """
     found = []
     for i, row in enumerate(rows):
@@ -135,6 +141,13 @@ def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> l
                     f"{row.place}: the continuation {choice[:40]!r} has {scored:,} tokens after "
                     f"its context, but must have from 1 to model.seq_length={window}; give "
                     f"{'a longer' if scored < 1 else 'a shorter'} one"
+                )
+            if most is not None and len(tokens) - 1 > most:
+                raise UserError(
+                    f"{row.place} has {len(tokens) - 1:,} tokens, which this model rotates with "
+                    f"LongRoPE's long factors, but model.seq_length={window} only has the short "
+                    f"ones, for up to {most:,} tokens; give shorter rows, or import the model with "
+                    "a longer model.seq_length"
                 )
             cut = max(0, len(tokens) - (window + 1))
             found.append(Request(i, k, tokens[cut:], first - cut))

@@ -130,6 +130,21 @@ def test_batches_hold_their_padding() -> None:
     assert sizes == [[9], [5, 5], [3, 2, 2]]
 
 
+def test_a_batch_has_rows_of_one_set_of_rotary_factors() -> None:
+    requests = [Request(i, 0, [0] * n, 1) for i, n in enumerate((9, 6, 5, 5, 4))]
+    sizes = [[len(r.tokens) for r in batch] for batch in batches_of(requests, 100, 4)]
+    assert sizes == [[9, 6], [5, 5, 4]]
+
+
+def test_a_row_that_would_need_other_rotary_factors_is_not_cut() -> None:
+    row = TaskRow("t", "abcdef", ("gh",), 0, "line 1")
+    assert requests_of([row], ByteTokenizer(), 4, 8)[0].tokens == [*b"defgh"]
+    with pytest.raises(
+        UserError, match=r"line 1 has 8 tokens, .* for up to 7 tokens; give shorter"
+    ):
+        requests_of([row], ByteTokenizer(), 4, 7)
+
+
 def test_figures() -> None:
     row = TaskRow("t", "x", ("ab", "abcd", "é"), 1, "")
     likelihoods = [Likelihood(-2.0, 2, False), Likelihood(-3.0, 4, True), Likelihood(-1.9, 1, True)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import GENERATE, config_from_run, take_prompt
-from parallel3d.commands.generate import TokenSampler
+from parallel3d.commands.generate import TokenSampler, check_length
 from parallel3d.commands.options import GenerateConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
@@ -66,6 +66,16 @@ GEMMA = dataclasses.replace(
     rope_scaling="yarn",
     rope_original_length=5,
 )
+LONGROPE = dataclasses.replace(
+    SLIDING,
+    layer_types=["sliding", "full"],
+    sliding_rotary_base=50.0,
+    rope_scaling="longrope",
+    rope_scaling_factor=2.0,
+    rope_original_length=8,
+    rope_short_factors=[1.0, 1.2, 1.4, 1.1],
+    rope_long_factors=[1.5, 3.0, 2.0, 4.0],
+)
 OLMO2 = dataclasses.replace(OLMOE, norm_position="after")
 
 
@@ -93,8 +103,8 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(
     "model",
-    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2],
-    ids=["gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2"],
+    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE],
+    ids=["gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2", "longrope"],
 )
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
 def test_cached_logits_are_those_of_the_whole_sequence_in_view(
@@ -113,6 +123,16 @@ def test_cached_logits_are_those_of_the_whole_sequence_in_view(
         torch.testing.assert_close(logits, whole_forward(stage, view), rtol=1e-9, atol=1e-9)
         views.add(decoder.start)
     assert len(views) > 3
+
+
+def test_text_that_needs_the_long_factors_of_a_short_run_is_refused() -> None:
+    check_length(LONGROPE, 5, 100)
+    short = dataclasses.replace(LONGROPE, seq_length=8)
+    check_length(short, 5, 4)
+    with pytest.raises(UserError, match=r"the nearest is generate\.max_tokens=4, or import"):
+        check_length(short, 5, 5)
+    with pytest.raises(UserError, match="give a shorter prompt"):
+        check_length(short, 9, 1)
 
 
 def test_several_new_tokens_at_once_give_the_same_logits() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.context_parallel.documents import Documents, make_documents, whole_samples
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.dialect import Rope
 from parallel3d.models.rotary import (
     frequencies,
+    length_with_short_factors,
     rope_switch,
     rotary_tables,
     rows_read,
@@ -115,3 +119,58 @@ def test_temperatures_are_those_of_transformers() -> None:
     expected = get_llama_4_attn_scale(torch.arange(40)[None], 0.1, 7)
     torch.testing.assert_close(found.flatten().float(), expected.flatten().float())
     assert temperatures(PLAIN, torch.float64, torch.device("cpu")) is None
+
+
+def longrope(**changes: Any) -> ModelConfig:
+    keys: dict[str, Any] = {"rope_scaling": "longrope", "rope_attention_factor": 1.0, **LISTS}
+    return replace(PLAIN, **keys | changes)
+
+
+def read_by(model: ModelConfig, documents: Documents) -> torch.Tensor:
+    """Returns the angle of the last pair, which turns slowly, for each token."""
+    rope = Rope(10000.0, is_scaled=True)
+    cos, sin = rotary_tables(model, rope, torch.float64, torch.device("cpu"))
+    rows = rows_read(0, documents, rope_switch(model, rope))
+    return torch.atan2(sin[rows], cos[rows])[..., 0, -1]
+
+
+def expected(positions: list[int], lengths: list[int]) -> torch.Tensor:
+    slow = 10000.0 ** -((PAIRS - 1) / PAIRS)
+    factors = [LONG[-1] if length > 32 else SHORT[-1] for length in lengths]
+    return torch.tensor([[p * slow / f for p, f in zip(positions, factors, strict=True)]]).double()
+
+
+@pytest.mark.parametrize("first", [7, 8, 32, 33])
+def test_each_document_of_a_sample_has_the_factors_of_its_own_length(first: int) -> None:
+    starts = np.array([[0] * first + [first] * (40 - first)], dtype=np.int32)
+    documents = make_documents(starts, torch.device("cpu"), SequenceSplit(40))
+    positions = [*range(first), *range(40 - first)]
+    lengths = [first] * first + [40 - first] * (40 - first)
+    torch.testing.assert_close(read_by(longrope(), documents), expected(positions, lengths))
+
+
+def test_context_parallel_ranks_know_the_length_of_documents_that_others_hold() -> None:
+    starts = np.array([[0] * 34 + [34] * 6], dtype=np.int32)
+    for index in range(2):
+        split = SequenceSplit(40, 2, index)
+        documents = make_documents(split.pad_starts(starts), torch.device("cpu"), split)
+        assert documents.shard is not None
+        held = documents.shard.held[index, 0].tolist()
+        places = [p if p < 34 else p - 34 for p in held]
+        lengths = [34 if p < 34 else 6 for p in held]
+        torch.testing.assert_close(read_by(longrope(), documents), expected(places, lengths))
+
+
+@pytest.mark.parametrize("used", [32, 33])
+def test_padding_does_not_count_as_length(used: int) -> None:
+    documents = whole_samples(1, torch.device("cpu"), SequenceSplit(40), [used])
+    found = read_by(longrope(), documents)[:, :used]
+    torch.testing.assert_close(found, expected([*range(used)], [used] * used))
+
+
+def test_a_model_whose_samples_are_short_has_one_table() -> None:
+    model, rope = longrope(), Rope(10000.0, is_scaled=True)
+    assert rope_switch(model, rope) == 32 and length_with_short_factors(model) is None
+    model = longrope(seq_length=32)
+    assert rope_switch(model, rope) is None and length_with_short_factors(model) == 32
+    assert rope_switch(model, Rope(10000.0, is_scaled=False)) is None
