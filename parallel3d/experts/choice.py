@@ -221,7 +221,8 @@ def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: i
     The result, (tokens, chosen) int64, is the same for all sequences and layouts. One random
     permutation of all experts is divided among experts/chosen consecutive positions.
     """
-    chance = torch.Generator().manual_seed(4096 * seed + layer)
+    # The generator takes 64 bits, which are more than enough for a table that only spreads tokens.
+    chance = torch.Generator().manual_seed((4096 * seed + layer) % 2**64)
     each = experts // chosen
     orders = torch.rand(-(-tokens // each), experts, generator=chance).argsort(-1)
     return orders[:, : each * chosen].reshape(-1, chosen)[:tokens].contiguous()

@@ -98,7 +98,7 @@ def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | N
     if not profile.steps:
         if profile.memory:
             raise UserError(
-                "profile.memory=true requires profile.steps, the steps to record; give, for "
+                "profile.memory=true needs profile.steps, the steps to record; give, for "
                 f"example, profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
             )
         return

@@ -21,15 +21,20 @@ WITH_SP = "(as sp=true) model.seq_length"
 def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
     """Returns the sizes that tp must divide, keyed by their names in messages.
 
+    The widths of MLPs and shared experts are among them only if the model has a layer with one.
     Under context parallelism, the sequence length is not among them, because it is padded
     (`Config.padded_seq_length`).
     """
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size": model.ffn_size,
-        PADDED: model.padded_vocab_size,
     }
+    experts = len(model.expert_layers)
+    if experts < model.num_layers:
+        sizes["model.ffn_hidden_size"] = model.ffn_size
+    if experts and model.shared_expert_size:
+        sizes["model.shared_expert_size"] = model.shared_expert_size
+    sizes[PADDED] = model.padded_vocab_size
     if sp and cp == 1:
         sizes[WITH_SP] = model.seq_length
     return sizes
@@ -70,7 +75,7 @@ def check_tensor_parallel(model: ModelConfig, chunks: int, *, tp: int, cp: int, 
     values = {"tensor_parallel.chunks": chunks, "sp": sp}
     check_conflicts((NEEDS_SP,), values.__getitem__)
     local = model.seq_length // tp
-    if sp and cp == 1 and local % chunks:
+    if sp and tp > 1 and cp == 1 and local % chunks:
         near = f"tensor_parallel.chunks={closest(chunks, lambda n: local % n == 0, local) or 1}"
         raise UserError(
             f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "

@@ -44,6 +44,11 @@ def sentence_of(made: Config, world_size: int | None = None) -> str:
 
 TP = "tp=3 must divide"
 GQA = {"model.num_query_groups": 2}
+# widths that three tensor-parallel ranks divide, but for those of MLPs
+EXPERTS = {
+    **{"model.num_experts": 4, "model.bias": False, "model.hidden_size": 96, "sp": True},
+    **{"model.num_attention_heads": 6, "model.vocab_multiple": 96, "model.seq_length": 96},
+}
 ROPE = {"model.position_embedding": "rope"}
 BIASED = {
     "model.norm": "rmsnorm",
@@ -401,6 +406,16 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ),
     ({"tp": 16}, None, ["tp=16", "model.num_attention_heads=8", "tp=8"]),
     ({"tp": 4, "model.ffn_hidden_size": 342}, None, ["tp=4", "model.ffn_hidden_size=342", "tp=2"]),
+    (
+        EXPERTS | {"tp": 3, "model.shared_expert_size": 56},
+        None,
+        ["tp=3 must divide", "model.shared_expert_size=56", "nearest that fits this model is tp=2"],
+    ),
+    (  # a layer without experts has an MLP
+        EXPERTS | {"tp": 3, "model.ffn_hidden_size": 56, "model.dense_layers": [0]},
+        None,
+        ["tp=3 must divide", "model.ffn_hidden_size=56"],
+    ),
     (
         {"tp": 2, "model.num_attention_heads": 6, "model.hidden_size": 96}
         | {"model.num_query_groups": 3},
@@ -833,3 +848,17 @@ def test_neither_the_schema_nor_its_checks_nor_its_page_import_torch() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        EXPERTS | {"tp": 3, "model.ffn_hidden_size": 56},  # every layer has experts
+        EXPERTS | {"tp": 3, "model.expert_ffn_size": 56, "model.shared_expert_size": 57},
+        {"model.shared_expert_size": 57, "tp": 2},  # there are no experts
+        {"sp": True, "tensor_parallel.chunks": 7},  # nothing is split over one rank
+        {"context_parallel.style": "heads", "model.num_attention_heads": 1},
+    ],
+)
+def test_sizes_without_effect_in_a_configuration_refuse_nothing(changes: dict[str, Any]) -> None:
+    check_config(config(**changes))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.config.schema import ExpertsConfig, ModelConfig
 from parallel3d.experts.balance import Balance, BalanceOfRun
-from parallel3d.experts.choice import Choice, Routing
+from parallel3d.experts.choice import Choice, Routing, balanced_experts
 from parallel3d.experts.router import Router, RouterSettings
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
@@ -268,3 +268,10 @@ def test_balanced_choices_are_equally_many_and_the_same_for_any_split_of_a_seque
     other = Router(0, shape, Initializer(3, F64, torch.device("cpu")), "balanced")
     assert router.balanced is not None and other.balanced is not None
     assert not torch.equal(router.balanced, other.balanced)
+
+
+@pytest.mark.parametrize("seed", [0, 2**51, 2**53 + 1, 2**63 - 1])
+def test_balanced_choices_take_every_seed_that_the_key_allows(seed: int) -> None:
+    found = balanced_experts(seed, 5, tokens=12, experts=8, chosen=2)
+    assert torch.bincount(found.flatten()).tolist() == [3] * 8
+    assert not torch.equal(found, balanced_experts(seed ^ 1, 5, tokens=12, experts=8, chosen=2))
