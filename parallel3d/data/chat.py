@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import islice
@@ -19,9 +19,13 @@ from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.chat_rows import (
     ASSISTANT,
+    CALLS,
+    TOOL,
+    USER,
     Message,
     Refused,
     Told,
+    Unfit,
     parse,
     read_row,
     unread_of,
@@ -39,9 +43,18 @@ from parallel3d.data.sources import (
     input_of,
     take_documents,
 )
-from parallel3d.data.tokenizer import BYTE, FileTokenizer, Placed, Unencodable, open_tokenizer
+from parallel3d.data.tokenizer import (
+    BYTE,
+    EOS,
+    GENERATION,
+    FileTokenizer,
+    Placed,
+    Unencodable,
+    open_tokenizer,
+)
 from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
+from parallel3d.files import plain
 from parallel3d.text import count
 
 if TYPE_CHECKING:
@@ -54,7 +67,9 @@ _log = logging.getLogger(__name__)
 
 
 PRIVATE = range(0xE000, 0xF900)  # Unicode's private characters, which have no meaning
-Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant wrote
+# Characters [begin, end) of the text that the assistant wrote, and the number of its (last)
+# message, or None if that is unknown.
+Turn = tuple[int, int, int | None]
 # Three pairs of characters, which enclose the special tokens that messages spell out, the text in
 # `{% generation %}`, and the numbers of anchors.
 Marks = tuple[str, ...]
@@ -92,6 +107,8 @@ class Reader:
         self._template = template
         longest_first = sorted(tokenizer.special, key=len, reverse=True)
         self._special = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._added = sorted(tokenizer.added, key=len, reverse=True)
+        self._ends = {text for text, n in tokenizer.special.items() if n in tokenizer.ends}
         self._stand_ins: dict[str, str] = {}  # special token → a private character
 
     def read(self, row: Any) -> Conversation:
@@ -118,9 +135,10 @@ class Reader:
         shown = Shown(rendering, whole, marks, asked)
         shown.check()
         turns = self._tagged(shown) if template.has_tags else self._untagged(shown)
+        whole, turns = self._ended(shown, turns)
         made = self._encoded(whole, marks, held)
         spoken = np.zeros(made.tokens.size, np.bool_)
-        for begin, end in turns:
+        for begin, end, _ in turns:
             within = (made.begins < end) & (np.maximum(made.ends, made.begins + 1) > begin)
             if not template.has_tags:
                 within = self._until_its_end(made, within, whole[:end])
@@ -134,7 +152,7 @@ class Reader:
         pieces = re.split(f"([{opening}{closing}])", marked)
         at = 0
         begins = []
-        turns = []
+        turns: list[tuple[int, int]] = []
         for piece in pieces:
             if piece == opening:
                 begins.append(at)
@@ -147,15 +165,16 @@ class Reader:
                 "cannot be read, because the chat template changes the text inside its "
                 "{% generation %} tags; give a template that leaves it unchanged"
             )
-        left = []
+        left: list[Turn] = []
         own = [n for n, message in enumerate(shown.row.messages) if message["role"] == ASSISTANT]
         for at, turn in enumerate(turns):
             speakers = {own[at]} if len(own) == len(turns) else shown.speakers(turn)
             for number in speakers:
                 if shown.row.learned[number]:
                     self._check_speaks(shown, number, *turn)
+            last = max(speakers, default=None)
             if shown.all_learned:
-                left.append(turn)
+                left.append((*turn, last))
                 continue
             if not speakers:
                 raise Refused(
@@ -163,7 +182,7 @@ class Reader:
                     f"{{% generation %}} tags of its template enclose; {TAG_EACH}"
                 )
             if all(shown.row.learned[number] for number in speakers):
-                left.append(turn)
+                left.append((*turn, last))
             elif any(shown.row.learned[number] for number in speakers):
                 raise Refused(
                     "has a message to learn and one not to learn between the same {% generation %} "
@@ -187,8 +206,81 @@ class Reader:
             if turns and begin < turns[-1][1]:
                 raise shown.unknown(number)
             self._check_speaks(shown, number, begin, end)
-            turns.append((begin, end))
+            turns.append((begin, end, number))
         return turns
+
+    def _ended(self, shown: Shown, turns: Sequence[Turn]) -> tuple[str, list[Turn]]:
+        """Extends turns to the tokens that end them, and adds an end that is not printed.
+
+        With some templates, such as GLM-4's, the marker of the next role ends a turn; others print
+        the end of a turn only before another message. Such a token counts if it is among the
+        tokenizer's `ends`. Returns the text, to which the end of the last turn is added if the
+        template prints it only before another message. Raises Refused for turns without an end,
+        unless `{% generation %}` tags mark them.
+        """
+        whole, found = shown.whole, []
+        special = re.compile(rf"\s*({self._special})")
+        for begin, end, number in turns:
+            own = self._end_within(shown, begin, end)
+            behind = special.match(whole, end)
+            is_last = not whole[end:].strip()
+            if own in self._ends:
+                pass
+            elif behind is not None and behind[1] in self._ends:
+                end = behind.end()
+            elif is_last and (more := self._end_behind(shown, number)) is not None:
+                if more.strip() in self._ends:
+                    whole += more
+                    end = len(whole)
+                elif own is None and not shown.rendering.template.has_tags:
+                    raise self._endless(shown, number, more.strip())
+            elif own is None and not shown.rendering.template.has_tags:
+                raise self._endless(shown, number, behind and behind[1])
+            found.append((begin, end, number))
+        return whole, found
+
+    def _end_within(self, shown: Shown, begin: int, end: int) -> str | None:
+        """Returns the added token in which a turn ends, or None if it ends in plain text."""
+        text = shown.whole[begin:end].rstrip()
+        return next((token for token in self._added if text.endswith(token)), None)
+
+    def _end_behind(self, shown: Shown, number: int | None) -> str | None:
+        """Returns the blanks and the special token that would follow the text before a message.
+
+        The message is a tool's after a call in message `number`, and otherwise the user's.
+        """
+        message = shown.rendering.messages[-1 if number is None else number]
+        roles = (TOOL, USER) if message.get(CALLS) else (USER,)
+        for role in roles:
+            tail, gap = shown.rendering.template.after_turn(role)
+            marker = re.match(rf"(\s*)({self._special})", gap)
+            if marker is not None:
+                before = marker[1].removeprefix(tail) if gap.startswith(tail) else ""
+                return before + marker[2]
+        return None
+
+    def _endless(self, shown: Shown, number: int | None, follows: str | None) -> Refused:
+        """Returns the error for a turn without an end; `follows` is the special token behind it."""
+        messages = shown.rendering.messages
+        named = "a turn" if number is None else shown.row.names[number]
+        said = number is not None and [m["role"] for m in messages[number : number + 2]]
+        if said == [ASSISTANT] * 2:
+            return Refused(
+                f"has {named} and another of role {ASSISTANT} behind it, but no token of its chat "
+                "template ends the first: join them"
+            )
+        if follows is None:
+            return Unfit(
+                f"has {named}, which ends in no special token, so the model would not learn to end "
+                "a turn: write {{ eos_token }} behind the assistant's words in the chat template, "
+                "or put {% generation %} tags around all that is to be learned"
+            )
+        ends = sorted({*self._tokenizer.ends, self._tokenizer.special[follows]})
+        return Unfit(
+            f"has {named}, which only {plain(follows)} ends, the token that begins the next turn, "
+            "but it is not among the tokens that end a generation: if the model is to stop there, "
+            f'write "{EOS}": {ends} into the {GENERATION} next to the tokenizer.json'
+        )
 
     def _special_end(self, shown: Shown, number: int, begin: int) -> int:
         """Returns the end of the first special token after a turn's words. Raises Refused."""
@@ -333,7 +425,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 # is a token, plus SPOKEN if it is learned, so windows, packs and shuffles work as for documents.
 
 
-VERSION = 3
+VERSION = 4
 SPOKEN = 1 << 30
 TOKEN = SPOKEN - 1
 DTYPE = np.dtype("<i4")
@@ -449,6 +541,8 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
             found = reader.read(_row_of(line))
             if not found.spoken[1:].any():
                 raise Refused("has no words from the assistant to learn")
+        except Unfit as error:
+            raise UserError(f"data.path: {where} {error}") from None
         except Refused as error:
             told.bad += 1
             told.first = told.first or f"{where} {error}"

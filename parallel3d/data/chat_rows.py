@@ -131,6 +131,10 @@ class Refused(ValueError):
     """Raised for messages that a template does not accept, or a row that is not a conversation."""
 
 
+class Unfit(Refused):
+    """Raised for a template or tokenizer that cannot be learned from; other rows do not help."""
+
+
 class Row(NamedTuple):
     """A row in the form that is passed to a template.
 
@@ -703,7 +707,7 @@ def _check_order(row: Row) -> None:
     for name, message in zip(row.names, row.messages, strict=True):
         if message["role"] == ASSISTANT:
             calls, last = [call.get("id") for call in message.get(CALLS, ())], -1
-        elif message.get(CALL_ID) in calls:
+        elif message.get(CALL_ID) is not None and message[CALL_ID] in calls:
             at = calls.index(message[CALL_ID])
             if at < last:
                 raise Refused(

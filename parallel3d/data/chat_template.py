@@ -126,6 +126,7 @@ class Template:
         self.has_tags = False
         self._around = ("", "")  # the texts written in place of the opening and closing tags
         self._names: set[str] = set()  # the variables in the code
+        self._after: dict[str, tuple[str, str]] = {}  # the results of `after_turn`
         self._keys: set[str] = set()  # the attributes and the strings in the code
         self._template = self._parsed(named)
 
@@ -202,6 +203,22 @@ class Template:
         text = '{"onlykey": "only value"}'
         found = self._called(text)
         return found is not None and text in found
+
+    def after_turn(self, role: str) -> tuple[str, str]:
+        """Returns the texts after a turn of the assistant: at the end, and before a message.
+
+        The message has the role `role`. The texts are empty if the template does not show such
+        messages.
+        """
+        if role not in self._after:
+            asked = {"role": USER, "content": "onlyasked"}
+            said = {"role": ASSISTANT, "content": "onlytold"}
+            alone = self._tried([asked, said], None)
+            more = self._tried([asked, said, {"role": role, "content": "onlynext"}], None)
+            found = alone and more and re.search(r"onlytold(.*?)onlynext", more, re.DOTALL)
+            tail = (alone or "").rpartition("onlytold")[2]
+            self._after[role] = (tail, found[1]) if found else ("", "")
+        return self._after[role]
 
     def _called(self, arguments: Any) -> str | None:
         """Returns the text of a call with `arguments`, or None if the template hides them."""

@@ -206,6 +206,10 @@ def compared(path: Path, kind: str, with_turns: bool, rows: int, seed: int) -> t
         ours = reader(home(path / name, content, template))
         source = conversations(1000 * seed + number)
         for row, _ in zip(source, range(rows), strict=False):
+            if name == "chatml" and not with_turns:
+                with pytest.raises(Refused, match="ends in no special token"):
+                    ours.read(row)
+                continue
             found = ours.read(row)
             assert found.tokens.tolist() == peer.tokens(row, template), (name, row)
             if "generation %}" not in template:

@@ -563,16 +563,21 @@ def test_documents_and_options_reach_a_template_that_reads_them(tmp_path: Path) 
 
 
 def test_words_after_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> None:
-    """Tests a template whose last special token of a turn precedes its words, so that none ends
-    it."""
+    """Tests a template whose last special token of a turn precedes its words, so that only the
+    marker of the next turn ends it."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[INST]"
         "{% endif %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+    with pytest.raises(Refused, match=r"write .*generation_config.json") as caught:
+        made_of(tmp_path, template).read(row(*TWO))
+    remedy = str(caught.value).split("write ")[1].split(" into")[0]
+    (tmp_path / "generation_config.json").write_text(f"{{{remedy}}}")
     reader = made_of(tmp_path, template)
     found = reader.read(row(*TWO))
-    assert spoken(found, reader._tokenizer) == ["[INST]ho", "[INST]that too"]
+    turns = ["[INST]ho<|im_start|>", "[INST]that too<|im_start|>"]
+    assert spoken(found, reader._tokenizer) == turns
 
 
 def test_nulls_that_a_table_adds_to_a_row_do_not_count_as_keys(homes: dict[str, Path]) -> None:
