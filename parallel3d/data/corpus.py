@@ -37,7 +37,7 @@ from parallel3d.data.chat import (
 )
 from parallel3d.data.checks import Weights, blend_weights
 from parallel3d.data.foreign import Taught, look_at_pair, look_at_turns
-from parallel3d.data.formats import Form, NotTaken, endings, file_name, named
+from parallel3d.data.formats import PROSE, TEXT, endings, file_name, named
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.packing import (
     PLAN_VERSION,
@@ -877,9 +877,11 @@ def _prefix_of(path: str) -> str | None:
     if is_remote(path):
         if end in (".bin", ".idx"):
             return bare
-        if endings(file_name(path)) != ("", "") and named_form(path) is not None:
+        form, ends = named(file_name(path)), endings(file_name(path))
+        # A prefix may end in a language or in any other word.
+        if form is not None and (form.kind != TEXT or form.packed or ends[0] in PROSE):
             raise UserError(
-                f"{path} is the address of a {named_form(path)} file, but only pairs are read from "
+                f"{path} is the address of a {form} file, but only pairs are read from "
                 "addresses: copy it to this host, or make a corpus of it with `parallel3d data "
                 "tokenize`"
             )
@@ -896,14 +898,6 @@ def _prefix_of(path: str) -> str | None:
                 f" give each as a set of its own, such as {os.path.join(path, pairs[0])}"
             )
     return None
-
-
-def named_form(path: str) -> Form | None:
-    """Returns the format that a file's name indicates, or None if it is unknown or not read."""
-    try:
-        return named(file_name(path))
-    except NotTaken:
-        return None
 
 
 def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:

@@ -7,54 +7,37 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from parallel3d.data.formats import (
-    ASSETS,
-    CHECKSUMS,
     CODE,
+    HEAD,
     INPUT,
     PROSE,
-    REFUSED,
     ROWS_ENDS,
     TEXT,
-    UNFINISHED,
     Door,
     Form,
     NotTaken,
+    are_rows,
     check_kind,
     endings,
     file_name,
-    is_list_or_rows,
     judged,
+    keys_of,
+    named,
 )
 from parallel3d.files import plain
 from parallel3d.text import count
 
-LEFT_OUT: Final = {
-    "checksums": CHECKSUMS,
-    "unfinished or old copies": UNFINISHED,
-    "images, sound, fonts or compiled files": ASSETS,
-}
+# Documents by their endings, but about the other files by their names.
 _ABOUT = re.compile(
-    r"(read[-_]?me|licen[sc]e|copying)s?([-_. ][\w.-]*)?|"
-    r"(notice|citation|authors|contributing|code_of_conduct|security|changelog|datasheet|"
-    r"dataset_?card|terms_of_use)(\.[\w]+)?",
+    r"(read[-_]?me|licen[sc]e|copying|notice|citation|authors|contributing|code_of_conduct|"
+    r"security|changelog|datasheet|dataset_?card|terms_of_use|(md5|sha\d+|b2|check)sum)s?"
+    r"([-_. ][\w.-]*)?",
     re.IGNORECASE,
 )
-_ABOUT_ENDS = ("", ".md", ".markdown", ".txt", ".text", ".rst", ".html", ".cff", ".bib", ".pdf")
-_INFO = re.compile(
-    r"(dataset_infos?|dataset_dict|state|metadata|manifest|index|stats|config|tokenizer|"
-    r"tokenizer_config|special_tokens_map|generation_config|croissant|datapackage|vocab|"
-    r"added_tokens|model_index|package|package-lock|tsconfig)\.json",
-    re.IGNORECASE,
-)
-_MARKS = re.compile(
-    r"_(success|metadata|common_metadata|delta_log|temporary|spark_metadata|manifest|"
-    r"(started|committed)_.*)|__pycache__|__macosx|thumbs\.db|desktop\.ini|.*:zone\.identifier|"
-    r"(md5|sha\d+)(sums?)?(\.txt)?|b2sums?(\.txt)?|checksums?(\.txt)?|.*~|#.*#",
-    re.IGNORECASE,
-)
+_ABOUT_ENDS = ("", *PROSE, ".md", ".markdown", ".rst", ".html", ".cff", ".bib")
 
 TRAIN = "train"
 _TRAINED = frozenset(("train", "training", "trainset", "trn"))
@@ -111,59 +94,89 @@ def sort_out(
     door: Door = INPUT,
     *,
     typed: str | None = None,
-    asked: Iterable[str] = (),
+    pattern: str = "",
     web: bool = False,
     held_out: bool = False,
 ) -> Sorted:
     """Sorts the files of a folder or glob.
 
     Raises NotTaken for a cache of the Hugging Face hub and, unless most files are code, for a file
-    that may be data but cannot be read.
+    whose ending is read but whose bytes differ from it.
 
     Args:
         files: the first bytes of each file by its relative name; b"" if the file is empty, None if
             its bytes are unknown.
         typed: the kind that the user gave, or None if each file's kind is determined from the file.
-        asked: words of the glob; splits that they name are read even next to training files.
+        pattern: the glob below its fixed folders, or "" for a folder. Splits and endings that it
+            spells out are read even next to others.
         web: whether the files come from a web server.
         held_out: whether the files are for evaluation, not for training.
     """
-    taken: dict[str, Form] = {}
-    left_out: dict[str, list[str]] = {}
     _check_cache(files)
-    candidates = {}
-    for below, head in files.items():
-        why = _no_document(below)
-        if why is None and _is_info(below, head, typed):
-            why = "JSON that holds no rows"
-        if why is None:
-            candidates[below] = head
-        else:
-            left_out.setdefault(why, []).append(below)
-    # In a folder of code, tables and archives are examples for tests, not data.
-    is_code = sum(_end(below) in CODE for below in candidates) * 2 > len(candidates)
-    for below, head in candidates.items():
-        name = below.rpartition("/")[2]
+    left_out: dict[str, list[str]] = {}
+    forms = _by_name(files, typed, pattern, left_out)
+    if typed is None:
+        _leave_out_info(forms, files, door, left_out)
+        _leave_out_text(forms, left_out)
+    # In a folder of code, broken files are examples for tests, not data.
+    is_code = sum(_end(below) in CODE for below in forms) * 2 > len(forms)
+    taken: dict[str, Form] = {}
+    for below, form in forms.items():
+        head = files[below]
         try:
-            taken[below] = judged(name, head, door, typed=typed, web=web)
+            taken[below] = judged(below.rpartition("/")[2], head, door, typed=typed, web=web)
         except NotTaken as error:
-            if head != b"" and not is_code:
+            is_data = form.kind != TEXT or _end(below) in ("", *PROSE)
+            if head != b"" and is_data and not is_code:
                 raise _in_folder(below, error) from None
-            left_out.setdefault("not read" if head != b"" else "empty", []).append(below)
-    if typed is None and any(form.kind != TEXT for form in taken.values()):
-        texts = [
-            name for name, form in taken.items() if form.kind == TEXT and _end(name) not in PROSE
-        ]
-        for name in texts:
-            del taken[name]
-            left_out.setdefault("text next to rows", []).append(name)
-    splits = _leave_out_splits(taken, left_out, set(asked), held_out)
+            left_out.setdefault("not text" if head != b"" else "empty", []).append(below)
+    splits = _leave_out_splits(taken, left_out, set(words_of(pattern)), held_out)
     for name, form in taken.items():
         try:
             check_kind(form, door)
         except NotTaken as error:
             raise _in_folder(name, error) from None
     return Sorted(taken, splits, left_out)
+
+
+def _by_name(
+    files: Iterable[str], typed: str | None, pattern: str, left_out: dict[str, list[str]]
+) -> dict[str, Form]:
+    """Returns the formats of files whose names are read; adds the others to `left_out`.
+
+    An ending of no known format is read if the glob spells it out, or if the user gave the kind and
+    no file has a known ending.
+    """
+    forms: dict[str, Form] = {}
+    unknown: dict[str, Form] = {}
+    for below in files:
+        name = below.rpartition("/")[2]
+        form = named(name)
+        if form is None:
+            unknown[below] = Form(typed or TEXT, endings(name)[1])
+        elif why := _no_document(below):
+            left_out.setdefault(why, []).append(below)
+        else:
+            forms[below] = form if typed is None else form._replace(kind=typed)
+    if typed is not None and not forms:
+        return unknown
+    asked = [below for below in unknown if _is_spelled(_written_end(below), pattern)]
+    forms |= {below: unknown.pop(below) for below in asked}
+    if unknown:
+        ends = sorted(Counter(map(_written_end, unknown)).items(), key=lambda e: (-e[1], e[0]))
+        why = f"endings that are not read ({_first(f'{end} {number:,}' for end, number in ends)})"
+        left_out[why] = [*unknown]
+    return forms
+
+
+def _written_end(below: str) -> str:
+    """Returns the ending of a name as it is written, with that of its compression."""
+    bare, end = os.path.splitext(below)
+    return f"{os.path.splitext(bare)[1]}{end}" if endings(below)[1] else end
+
+
+def _is_spelled(end: str, pattern: str) -> bool:
+    return bool(end) and pattern.lower().endswith(end.lower())
 
 
 def _in_folder(below: str, error: NotTaken) -> NotTaken:
@@ -174,28 +187,59 @@ def _no_document(below: str) -> str | None:
     """Returns why a file of this name is not a training document, or None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
-    if any(_MARKS.fullmatch(part) for part in (*folders, name)):
-        return "marker files and checksums"
-    for why, table in LEFT_OUT.items():
-        if os.path.splitext(name)[1].lower() in table or end in table:
-            return why
-    if _ABOUT.fullmatch(name) and (end in _ABOUT_ENDS or not _is_ending(end)):
+    # Spark, Hive and pyarrow hide such names, as in _SUCCESS; in code they are usual.
+    if end not in CODE and (
+        any(p.startswith("_") for p in folders) or (name[0] == "_" and not end)
+    ):
+        return "names that begin with _"
+    if _ABOUT.fullmatch(name) and end in _ABOUT_ENDS:
         return "README, LICENSE and the like"
     return None
 
 
-def _is_ending(end: str) -> bool:
-    return end in ROWS_ENDS or end in REFUSED or end in CODE or end in PROSE
+def _leave_out_info(
+    forms: dict[str, Form],
+    files: Mapping[str, bytes | None],
+    door: Door,
+    left_out: dict[str, list[str]],
+) -> None:
+    """Leaves out .json files that describe others; those that certainly hold rows remain.
+
+    Next to other files of rows or prose, and next to a .json that certainly holds rows, a single
+    object without a key of `door` is a description, as dataset_infos.json is.
+    """
+    found = ((below, files[below]) for below in forms if endings(below) == (".json", ""))
+    heads = {below: head for below, head in found if head}
+    certain = {below for below, head in heads.items() if _are_certain(head, door)}
+    firsts = {key for below in certain for key in keys_of(heads[below])[:1]}
+    others = [b for b in forms if b not in heads and (forms[b].kind != TEXT or _end(b) in PROSE)]
+    for below, head in heads.items():
+        if below in certain:
+            continue
+        # The first object of a file is longer than the inspected bytes.
+        is_like = len(head) >= HEAD and b"\n" not in head and {*keys_of(head)[:1]} & firsts
+        if are_rows(head) and (is_like or not (certain or others)):
+            continue
+        del forms[below]
+        left_out.setdefault("JSON that holds no rows", []).append(below)
 
 
-def _is_info(below: str, head: bytes | None, typed: str | None) -> bool:
-    """Returns whether a .json file holds one object about other files instead of rows."""
-    name = below.rpartition("/")[2]
-    if typed is not None or endings(name)[0] != ".json":
-        return False
-    if _INFO.fullmatch(name):
+def _are_certain(head: bytes, door: Door) -> bool:
+    """Returns whether JSON holds several objects, or one with a key of a row."""
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
         return True
-    return bool(head) and not endings(name)[1] and not is_list_or_rows(head or b"")
+    return (are_rows(head) and b"\n{" in text) or not {*keys_of(head)}.isdisjoint(door.keys)
+
+
+def _leave_out_text(forms: dict[str, Form], left_out: dict[str, list[str]]) -> None:
+    """Leaves out code and other text without an ending of prose if there are files of rows."""
+    if all(form.kind == TEXT for form in forms.values()):
+        return
+    texts = [b for b, form in forms.items() if form.kind == TEXT and _end(b) not in PROSE]
+    for below in texts:
+        del forms[below]
+        left_out.setdefault("text next to rows", []).append(below)
 
 
 def _check_cache(files: Iterable[str]) -> None:

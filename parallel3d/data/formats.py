@@ -1,6 +1,7 @@
-"""Recognises file formats by endings and first bytes, and refuses formats that are not read.
+"""Recognises the formats of files by a grammar of endings, and by their first bytes.
 
-A file's ending states its content and compression, and its first bytes must agree. All code that
+A file's ending states its content and compression, and its first bytes must agree. `KIND_OF` and
+`PACKED` list all that is read; one sentence, `not_read`, answers every other file. All code that
 opens a user's file checks the file here: `data tokenize` and `data train-tokenizer`, data=text,
 data=chat, data.valid and `eval tasks=`.
 """
@@ -8,16 +9,18 @@ data=chat, data.valid and `eval tasks=`.
 from __future__ import annotations
 
 import codecs
+import csv
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from parallel3d.data.unpacking import first_unpacked
 from parallel3d.files import plain
+from parallel3d.text import count
 
 LINES = "jsonl"
 PARQUET = "parquet"
@@ -29,6 +32,8 @@ HEAD = 4096  # number of bytes that are inspected
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
+
+# The grammar: a name is NAME, NAME.KIND, NAME.PACKED or NAME.KIND.PACKED.
 
 ROWS_ENDS: Final = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), LINES),
@@ -46,148 +51,33 @@ CODE = _words(
     ".properties .diff .patch .proto .thrift .graphql .tf .nix .v .sv .vhd .vhdl .sol .zig .nim "
     ".d .pas .lean .thy .agda .po .cff .in .am .ac .rules .service .dockerfile .svg"
 )
+OTHER_TEXT = (".log", ".tokens", ".raw", ".srt", ".vtt")
+LANGUAGE: Final = re.compile(r"\.[a-z]{2}")  # as in train.de, one language of a translated text
+KIND_OF: Final = {**ROWS_ENDS, **dict.fromkeys(("", *PROSE, *sorted(CODE), *OTHER_TEXT), TEXT)}
 PACKED: Final = {
     **dict.fromkeys((".gz", ".gzip"), ".gz"),
     **dict.fromkeys((".zst", ".zstd"), ".zst"),
     **dict.fromkeys((".xz", ".lzma"), ".xz"),
     ".bz2": ".bz2",
 }
-
-# Refused formats, each with a remedy.
 UNPACK = "unpack it and give the files in it"
-REPACK = f"pack it as {', '.join(dict.fromkeys(PACKED.values()))}, or unpack it"
-ROWS = "write it as jsonl or parquet, one document per row"
-TOKENS = "a corpus of tokens is read with data=corpus and the prefix of its .bin and .idx"
-EXTRACT = "write its text as .txt or jsonl"
-MEDIA = "give text"
-
-
-def _named(*groups: tuple[str, str, str]) -> dict[str, tuple[str, str]]:
-    return {end: (what, remedy) for ends, what, remedy in groups for end in ends.split()}
-
-
-REFUSED: Final = _named(
-    (".tar .tgz .tbz .tbz2 .txz .tzst .taz", "a tar archive", UNPACK),
-    (".zip .zipx .jar .whl .7z .rar .cab .deb .rpm .iso .dmg .egg", "an archive", UNPACK),
-    (
-        ".lz4 .sz .snappy .br .lzo .z .lz .zz .bz .rz .zlib",
-        "packed in a way that is not read",
-        REPACK,
-    ),
-    (".arrow .feather .ipc .arrows .orc .avro .lance", "a table of columns", ROWS),
-    (".csv .tsv .psv .xls .xlsx .xlsm .ods .sas7bdat .sav .dta .rdata .rds", "a table", ROWS),
-    (".sqlite .sqlite3 .db .db3 .duckdb .mdb .lmdb", "a database", ROWS),
-    (".tfrecord .tfrecords .tfrec .recordio .mds .wds .riegeli", "a file of records", ROWS),
-    (".bin .idx .npy .npz .memmap .mmap", "a file of tokens or tensors, not text", TOKENS),
-    (
-        ".pt .pth .ckpt .safetensors .pkl .pickle .joblib .h5 .hdf5 .hdf .gguf .ggml .onnx .pb "
-        ".msgpack .mat .model .distcp",
-        "a file of tensors or objects, not text",
-        EXTRACT,
-    ),
-    (
-        ".pdf .eps .djvu .doc .docx .odt .rtf .ppt .pptx .odp .epub .mobi",
-        "a formatted document",
-        EXTRACT,
-    ),
-    (
-        ".warc .wat .wet .arc .wacz .zim .mht .mhtml .eml .mbox .pst .msg",
-        "a file of web or mail records",
-        EXTRACT,
-    ),
-    (".ipynb", "a notebook", "write its cells as .md or .py"),
-    (".gpg .age .enc .pgp", "encrypted", "decrypt it"),
-    (".torrent .url .webloc .lnk", "a pointer to a file", "give the file itself"),
-)
-# Endings of files that are left out of a folder of text, and refused if they are given by name.
-ASSETS: Final = _named(
-    (
-        ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .heic .psd .wav .mp3 .flac .ogg .opus "
-        ".m4a .aac .mp4 .mkv .mov .avi .webm .ttf .otf .woff .woff2 .eot",
-        "an image, sound or font",
-        MEDIA,
-    ),
-    (".pyc .pyo .so .o .a .dll .dylib .exe .class .wasm .lib .obj .pdb .elf", "compiled", MEDIA),
-)
-CHECKSUMS: Final = _named(
-    (
-        ".md5 .sha1 .sha224 .sha256 .sha384 .sha512 .crc .crc32 .sfv .b2 .blake2b .blake3 .sha "
-        ".sig .asc .sum .md5sum .sha1sum .sha256sum .sha512sum",
-        "a checksum",
-        "give the file itself",
-    ),
-)
-UNFINISHED: Final = _named(
-    (
-        ".tmp .temp .part .partial .incomplete .crdownload .download .aria2 .swp .filepart .!ut "
-        ".unconfirmed",
-        "unfinished",
-        "wait until it is complete",
-    ),
-    (".bak .old .orig .backup .save", "an old copy", "give the file itself"),
-)
-_LFS = b"version https://git-lfs.github.com/spec/"
-# Each row has an offset, the bytes there, their meaning and a remedy. For readable compressions and
-# parquet, the meaning is a key of NAMES.
+# First bytes of the compressions that are read and of parquet, by keys of NAMES.
 _MAGIC: Final = (
-    (0, b"\x1f\x8b", ".gz", ""),
-    (0, b"\x28\xb5\x2f\xfd", ".zst", ""),
-    *((0, bytes((0x50 + k,)) + b"\x2a\x4d\x18", ".zst", "") for k in range(16)),
-    (0, b"\xfd7zXZ\x00", ".xz", ""),
-    (0, b"\x5d\x00\x00", ".xz", ""),
-    *((0, b"BZh%d1AY&SY" % k, ".bz2", "") for k in range(1, 10)),
-    *((0, b"BZh%d\x17rE8P\x90" % k, ".bz2", "") for k in range(1, 10)),  # an empty file
-    (0, b"PAR1", PARQUET, ""),
-    (0, b"\x04\x22\x4d\x18", "lz4", REPACK),
-    (0, b"\x02\x21\x4c\x18", "lz4", REPACK),
-    (0, b"\xff\x06\x00\x00sNaPpY", "snappy", REPACK),
-    (0, b"\x89LZO\x00", "lzo", REPACK),
-    (0, b"\x1f\x9d", "compress (.Z)", REPACK),
-    (0, b"LZIP\x01", "lzip", REPACK),
-    (257, b"ustar", "a tar archive", UNPACK),
-    (0, b"!<arch>\n", "an archive (ar)", UNPACK),
-    (0, b"PK\x03\x04", "a zip archive", UNPACK),
-    (0, b"PK\x05\x06", "an empty zip archive", UNPACK),
-    (0, b"PK\x07\x08", "a zip archive", UNPACK),
-    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", UNPACK),
-    (0, b"Rar!\x1a\x07", "a rar archive", UNPACK),
-    (0, b"PARE", "encrypted parquet", "decrypt it"),
-    (0, b"ARROW1", "arrow", ROWS),
-    (0, b"FEA1", "feather", ROWS),
-    (0, b"\xff\xff\xff\xff", "an arrow stream or other binary data", ROWS),
-    (0, b"ORC", "orc", ROWS),
-    (0, b"Obj\x01", "avro", ROWS),
-    (0, b"SQLite format 3\x00", "an SQLite database", ROWS),
-    (8, b"DUCK", "a DuckDB database", ROWS),
-    (0, b"\x93NUMPY", "a NumPy array", TOKENS),
-    (0, b"MMIDIDX\x00", "the index of a corpus", TOKENS),
-    (0, b"\x89HDF\r\n\x1a\n", "hdf5", EXTRACT),
-    (0, b"GGUF", "a model (gguf)", EXTRACT),
-    *((0, bytes((0x80, protocol)), "a pickle", EXTRACT) for protocol in range(2, 6)),
-    (0, b"%PDF-", "pdf", EXTRACT),
-    (0, b"%!PS", "PostScript", EXTRACT),
-    (0, b"{\\rtf", "rtf", EXTRACT),
-    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Office document", EXTRACT),
-    (0, b"WARC/", "warc", EXTRACT),
-    (0, b"\x89PNG", "an image", MEDIA),
-    (0, b"\xff\xd8\xff", "an image", MEDIA),
-    (0, b"GIF8", "an image", MEDIA),
-    (0, b"RIFF", "an image, sound or video", MEDIA),
-    (0, b"OggS", "sound", MEDIA),
-    (0, b"fLaC", "sound", MEDIA),
-    (0, b"ID3", "sound", MEDIA),
-    (4, b"ftyp", "a video", MEDIA),
-    (0, b"\x7fELF", "compiled", MEDIA),
-    (0, b"-----BEGIN PGP", "encrypted or signed", "decrypt it"),
-    (0, _LFS, "a Git LFS pointer", "fetch the file with `git lfs pull`"),
-    (
-        0,
-        b"/annex/objects/",
-        "a git-annex pointer",
-        "fetch it with `git annex get`",
-    ),
+    (b"\x1f\x8b", ".gz"),
+    (b"\x28\xb5\x2f\xfd", ".zst"),
+    *((bytes((0x50 + k,)) + b"\x2a\x4d\x18", ".zst") for k in range(16)),
+    (b"\xfd7zXZ\x00", ".xz"),
+    (b"\x5d\x00\x00", ".xz"),
+    *((b"BZh%d1AY&SY" % k, ".bz2") for k in range(1, 10)),
+    *((b"BZh%d\x17rE8P\x90" % k, ".bz2") for k in range(1, 10)),  # an empty file
+    (b"PAR1", PARQUET),
 )
 NAMES: Final = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2", PARQUET: "parquet"}
+# Texts that stand for a file which was not fetched.
+_POINTERS: Final = (
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer", "git lfs pull"),
+    (b"/annex/objects/", "a git-annex pointer", "git annex get"),
+)
 _BOMS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -226,20 +116,30 @@ class Door(NamedTuple):
         kinds: the kinds that are read from there.
         column: remedy for a text column that is not named "text"; "" for none.
         remedy: remedy for a file of another kind.
+        keys: keys of a row, any of which shows that a JSON object is one.
     """
 
     key: str
     other: str
     kinds: tuple[str, ...] = KINDS
     column: str = ""
-    remedy: str = "convert it"
+    remedy: str = "write one document per row"
+    keys: tuple[str, ...] = ("text",)
 
 
 INPUT = Door("input", "give format=")
 _TOKENIZE = "make a corpus of it with `parallel3d data tokenize` "
 PATH = Door("data.path", f"{_TOKENIZE}format=", KINDS, f"{_TOKENIZE}text_key=")
-CHAT = PATH._replace(kinds=(LINES, PARQUET), remedy="write one conversation per row")
-TASKS = Door("tasks", "write it as ", (LINES, PARQUET), remedy="write one question per row")
+CHAT = PATH._replace(
+    kinds=(LINES, PARQUET),
+    remedy="write one conversation per row",
+    keys=("messages", "conversations"),
+)
+TASKS = Door(
+    *("tasks", "write it as ", (LINES, PARQUET)),
+    remedy="write one question per row",
+    keys=("context",),
+)
 
 
 # Names
@@ -266,55 +166,78 @@ def endings(name: str) -> tuple[str, str]:
 
 
 def named(name: str, typed: str | None = None) -> Form | None:
-    """Returns the format that a file's name indicates, or None if its ending is not known.
+    """Returns the format that a file's name indicates, or None if the grammar has no such name.
 
-    `typed` is the kind that the user gave, or None. Raises NotTaken for a format that is not read.
+    `typed` is the kind that the user gave, or None.
     """
     end, packed = endings(name)
-    if typed is not None:
-        kind: str | None = typed
-    elif packed and end in PACKED:
-        raise NotTaken(f"is packed twice, by its name: {UNPACK}")
-    else:
-        kind = ROWS_ENDS.get(end)
-        if end in PROSE or end in CODE or _is_language(name, end):
-            kind = TEXT
-        for table in (REFUSED, CHECKSUMS, UNFINISHED, ASSETS):
-            if kind is None and end in table:
-                what, remedy = table[end]
-                raise NotTaken(f"is {what}, by its ending {end}{packed}: {remedy}")
-        if kind is None and name.endswith("~"):
-            raise NotTaken("is an old copy, by its name: give the file itself")
-    if kind == PARQUET and packed:
-        raise NotTaken(
-            f"is parquet, which has its own compression, packed again as {packed}: unpack it"
-        )
-    return Form(kind, packed) if kind is not None else None
+    kind = typed or KIND_OF.get(end) or (TEXT if LANGUAGE.fullmatch(end) else None)
+    if kind is None or (kind == PARQUET and packed) or (packed and end in PACKED):
+        return None
+    return Form(kind, packed)
 
 
-def _is_language(name: str, end: str) -> bool:
-    """Returns whether .br means Breton, as in train.br, and not brotli, as in rows.jsonl.br."""
-    return end == ".br" and "." not in os.path.splitext(name)[0]
+def read_by(door: Door) -> str:
+    """Returns the words for what is read from a place where users name files."""
+    text = f", text from {' '.join(PROSE)}, code and names without an ending"
+    pairs = ", and pairs of .bin and .idx with data=corpus"
+    if TEXT not in door.kinds:
+        text = pairs = ""
+    return (
+        f"rows are read from {' '.join(ROWS_ENDS)}{text}, all but parquet also as "
+        f"{' '.join(dict.fromkeys(PACKED.values()))}{pairs}"
+    )
+
+
+def not_read(name: str, door: Door, what: str = "") -> NotTaken:
+    """Returns the error for a file whose ending is not read; `what` describes its content."""
+    end, packed = endings(name)
+    ends = f"{end}{os.path.splitext(name)[1] if packed else ''}"
+    what = f", and holds {what}" if what else ""
+    text = f", or, if it is text, name it {plain(name)}.txt" if TEXT in door.kinds else ""
+    return NotTaken(
+        f"ends in {plain(ends)}, which is not read{what}: {read_by(door)}; unpack an archive, and "
+        f"{door.remedy} of a .jsonl{text}"
+    )
+
+
+def said_of(name: str, typed: str | None) -> list[str]:
+    """Returns a sentence on a text whose ending the grammar lacks, or none for another file."""
+    if named(name, typed) is not None:
+        return []
+    return [
+        f"{plain(name)} has an ending of no known format, but its first bytes are text, so all of "
+        "it is read as one document"
+    ]
+
+
+def said_of_returns(heads: Mapping[str, bytes | None], forms: Mapping[str, Form]) -> list[str]:
+    """Returns a sentence on carriage returns in files of text, or none if the texts have none.
+
+    `heads` and `forms` are the first bytes and the formats of the files, by their names.
+    """
+    found = [n for n, form in forms.items() if form == Form(TEXT) and b"\r\n" in (heads[n] or b"")]
+    if not found:
+        return []
+    return [
+        f"line ends of Windows (\\r\\n) are kept in {count(len(found), 'file')}, such as "
+        f"{plain(found[0])}: `dos2unix` drops them"
+    ]
 
 
 # First bytes
 
 
-def content_of(head: bytes) -> tuple[str, str] | None:
-    """Returns the meaning of a file's first bytes, and a remedy; None if they may begin a text.
-
-    For readable compressions and parquet, the meaning is a key of `NAMES` and the remedy is "".
-    """
-    for at, magic, what, remedy in _MAGIC:
-        if head.startswith(magic, at) and (not _is_word(magic) or _is_binary(head)):
-            return what, remedy
-    if re.match(rb"[^\x00]{0,7}\x00[\x00-\xff]{0,7}\{\"", head[:16]):
-        return "tensors (safetensors)", EXTRACT
+def content_of(head: bytes) -> str | None:
+    """Returns the format of a file's first bytes, a key of `NAMES`; None for all others."""
+    for magic, what in _MAGIC:
+        if head.startswith(magic) and (not _is_word(magic) or _is_binary(head)):
+            return what
     return None
 
 
 def _is_word(magic: bytes) -> bool:
-    """Returns whether a text may begin with a format's first bytes, such as ORC or GIF8."""
+    """Returns whether a text may begin with a format's first bytes, as with PAR1."""
     return len(magic) <= 6 and magic.isalnum()
 
 
@@ -343,25 +266,25 @@ def check_packing(
     """
     found = content_of(head)
     if form.packed:
-        if found != (form.packed, ""):
+        if found != form.packed:
             raise NotTaken(
                 f"is {NAMES[form.packed]} by its name but {_what(found, head)} by its first bytes:"
                 " fix its name, or fetch it again"
             )
         return
-    if found is not None and found[0] in NAMES and found[0] != form.kind:
-        what = NAMES[found[0]]
-        if found[0] == PARQUET:
-            raise NotTaken(
-                f"is parquet by its first bytes but not by its name: name it "
-                f"{_bare(name)}.parquet, or {door.other}parquet"
-            )
+    for text, what, command in _POINTERS:
+        if head.startswith(text):
+            raise NotTaken(f"is {what} by its first bytes: fetch the file with `{command}`")
+    if found == PARQUET != form.kind:
         raise NotTaken(
-            f"is {what} by its first bytes but not by its name: name it {name}{found[0]}, or "
+            f"is parquet by its first bytes but not by its name: name it "
+            f"{_bare(name)}.parquet, or {door.other}parquet"
+        )
+    if found is not None and found != form.kind:
+        raise NotTaken(
+            f"is {NAMES[found]} by its first bytes but not by its name: name it {name}{found}, or "
             "unpack it"
         )
-    if found is not None and found[0] not in NAMES:
-        raise NotTaken(f"is {found[0]} by its first bytes: {found[1]}")
     if form.kind == PARQUET and found is None:
         by, remedy = ("format=", "leave format= out") if typed else ("its name", "fix the name")
         raise NotTaken(
@@ -387,8 +310,7 @@ def check_content(
     if form.packed:
         found = content_of(head)
         if found is not None:
-            what, remedy = NAMES.get(found[0], found[0]), found[1] or UNPACK
-            raise NotTaken(f"holds {what} inside its {NAMES[form.packed]}: {remedy}")
+            raise NotTaken(f"holds {NAMES[found]} inside its {NAMES[form.packed]}: {UNPACK}")
     if form.kind == PARQUET:
         return
     end = endings(name)[0]
@@ -403,15 +325,11 @@ def check_content(
     if at >= 0:
         raise NotTaken(_nul(at))
     if form.kind == LINES:
-        _check_lines(head, door)
+        if _PAGE.match(head):
+            raise NotTaken("is a page of HTML, perhaps a server's answer: fetch the file again")
         return
     if typed:
         return
-    if b"<mediawiki" in head[:1000]:
-        raise NotTaken(
-            "is a dump of a wiki with all its markup: write the text of its pages as jsonl, one "
-            f"page per row; to keep the markup, {door.other}text"
-        )
     # No code begins with two JSON objects: a .jl file that does so holds JSON lines, not Julia.
     if are_rows(head) and (end not in CODE or b"\n{" in head):
         raise NotTaken(
@@ -425,20 +343,61 @@ def check_content(
         )
 
 
-def _check_lines(head: bytes, door: Door) -> None:
-    """Raises NotTaken for a page of HTML, a JSON list, and a JSON object over several lines."""
-    if _PAGE.match(head):
-        raise NotTaken("is a page of HTML, perhaps a server's answer: fetch the file again")
+def is_spread(head: bytes) -> bool:
+    """Returns whether JSON is one list, or objects over several lines, not one object per line."""
     first, _, more = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
-    if first.startswith(b"[") and not (more.strip() and _is_json(first)):
-        raise NotTaken(
-            "is one JSON list, not one object per line: `jq -c '.[]' FILE > FILE.jsonl` converts it"
-        )
-    if first.strip() == b"{" and more.strip():
-        raise NotTaken(
-            "is one JSON object over several lines, not one object per line: "
-            "`jq -c . FILE > FILE.jsonl` converts it"
-        )
+    if first.startswith(b"["):
+        return not (more.strip() and _is_json(first))
+    return first.strip() == b"{" and bool(more.strip())
+
+
+_TOKEN = re.compile(rb'"(?:[^"\\\n\r]|\\.)*"|[\[\]{},"]')
+
+
+def in_lines(content: bytes) -> bytes:
+    """Returns the items of a JSON list, or JSON objects that follow each other, one per line.
+
+    Raises NotTaken for content that ends inside an item, or goes on after the list.
+    """
+    content = content.removeprefix(codecs.BOM_UTF8).strip()
+    is_list = content.startswith(b"[")
+    lines, depth, start = [], 0, int(is_list)
+
+    def item(end: int) -> None:
+        lines.append(content[start:end].strip())
+
+    for found in _TOKEN.finditer(content):
+        token, at = found[0], found.start()
+        if token == b'"':
+            raise NotTaken(
+                f"is not JSON: the text at byte {at:,} has no end in its line; fix it, or fetch "
+                "the file again if it was cut short"
+            )
+        if token in (b"{", b"["):
+            depth += 1
+        elif token in (b"}", b"]"):
+            depth -= 1
+            if is_list and not depth:
+                item(at)
+                start = found.end()
+                break
+            if not depth:
+                item(found.end())
+                start = found.end()
+        elif token == b"," and is_list and depth == 1:
+            item(at)
+            start = found.end()
+    rest = content[start:].strip()
+    if depth:
+        raise NotTaken("is not JSON: it ends inside an item, so it was cut short; fetch it again")
+    if rest:
+        raise NotTaken(f"is not JSON: it goes on after the list, with {plain(repr(rest[:40]))}")
+    if is_list and lines == [b""]:
+        return b""
+    if not all(lines):
+        raise NotTaken("is not JSON: its list has an empty item; fix it")
+    # No item has a line break in a text, so that every break is a blank between two tokens.
+    return b"".join(re.sub(rb"[\r\n]+", b" ", line) + b"\n" for line in lines)
 
 
 def _is_json(line: bytes) -> bool:
@@ -468,15 +427,26 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def is_list_or_rows(head: bytes) -> bool:
-    """Returns whether JSON holds rows, as a list or as one object per line."""
-    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    return text.startswith(b"[") or are_rows(head)
+def keys_of(head: bytes) -> list[str]:
+    """Returns the keys of the first JSON object, as far as they are followed by whole values."""
+    text = head.decode("utf-8-sig", "ignore")
+    decoder, found, at = json.JSONDecoder(), [], text.find("{") + 1
+    try:
+        while at:
+            at = len(text) - len(text[at:].lstrip(" \t\r\n,"))
+            key, at = decoder.raw_decode(text, at)
+            at = text.index(":", at) + 1
+            found.append(key)
+            at = len(text) - len(text[at:].lstrip())
+            _, at = decoder.raw_decode(text, at)
+    except (ValueError, RecursionError):  # the end of the object, or of the inspected bytes
+        pass
+    return found
 
 
-def _what(found: tuple[str, str] | None, head: bytes) -> str:
+def _what(found: str | None, head: bytes) -> str:
     if found is not None:
-        return NAMES.get(found[0], found[0])
+        return NAMES[found]
     if _PAGE.match(head):
         return "a page of HTML"
     if are_rows(head):
@@ -555,24 +525,52 @@ def judged(
 ) -> Form:
     """Returns the format of a file by its name and its first bytes `head`.
 
-    If `head` is None, the name alone decides. A file without a known ending is text. If the user
-    gave the kind `typed`, the first bytes determine the compression. Raises NotTaken for a file
-    that is not read.
+    If `head` is None, the name alone decides. If the user gave the kind `typed`, the first bytes
+    determine the compression. A file whose ending the grammar lacks is text if its first bytes are
+    text beyond doubt. Raises NotTaken for a file that is not read.
     """
-    form = named(name, typed) or Form(TEXT, endings(name)[1])
+    form = named(name, typed)
+    if form is None and (typed is not None or not head):
+        raise not_read(name, door)
+    is_known, form = form is not None, form or Form(TEXT, endings(name)[1])
     if head:
         found = content_of(head)
-        if typed and not form.packed and found and found[0] in PACKED.values():
-            form = form._replace(packed=found[0])
+        if not is_known and found not in (None, form.packed):
+            raise not_read(name, door, NAMES[found])
+        if typed and not form.packed and found is not None and found in NAMES.keys() - {PARQUET}:
+            form = form._replace(packed=found)
         check_packing(name, form, head, door, typed=typed is not None)
         try:
             inner = first_unpacked(form.packed, head, HEAD)
         except Exception as error:  # each library raises its own errors
             what = f"cannot be unpacked as {NAMES[form.packed]}"
             raise NotTaken(f"{what} ({plain(str(error))}): fetch it again") from None
+        if not is_known and (what := _no_prose(inner)):
+            raise not_read(name, door, what)
         if inner:
             check_content(name, form, inner, door, typed=typed is not None, web=web)
     return form
+
+
+def _no_prose(head: bytes) -> str:
+    """Returns what the first bytes are if they are not text beyond doubt, and "" if they are."""
+    if encoding_of(head) is not None:
+        return ""
+    if _is_binary(head) or len(head) - len(head.translate(None, CONTROLS)) > 0:
+        return "bytes that are not text"
+    if are_rows(head):  # this has a sentence of its own
+        return ""
+    if head.lstrip()[:1] in (b"{", b"["):
+        return "what may be JSON"
+    lines = head.decode("utf-8", "ignore").splitlines()
+    lines = [line for line in (lines if len(head) < HEAD else lines[:-1]) if line.strip()]
+    for separator in "\t,;|":
+        rows = [*csv.reader(lines, delimiter=separator)]
+        names = rows[0] if len({len(row) for row in rows}) == 1 < len(rows) else []
+        # After a comma, prose has a blank, and the names of columns have none.
+        if len(names) > 1 and not any(name.startswith(" ") for name in names[1:]):
+            return f"what may be a table, separated by {separator!r}"
+    return ""
 
 
 def check_kind(form: Form, door: Door) -> None:

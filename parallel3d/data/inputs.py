@@ -23,7 +23,6 @@ from parallel3d.data.folders import (
     left_out_lines,
     listing,
     sort_out,
-    words_of,
 )
 from parallel3d.data.formats import (
     HEAD,
@@ -37,7 +36,12 @@ from parallel3d.data.formats import (
     check_content,
     check_packing,
     file_name,
+    in_lines,
+    is_spread,
     judged,
+    read_by,
+    said_of,
+    said_of_returns,
     text_of,
 )
 from parallel3d.data.tokenizer import Tokenizer, Unencodable, nearest_path
@@ -93,6 +97,11 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                     typed=source.typed,
                     web=is_web(source.address),
                 )
+            if source.kind == LINES and is_spread(head):
+                whole = content.read(LARGEST_DOCUMENT + 1)
+                if len(whole) > LARGEST_DOCUMENT:
+                    raise _too_large(source, "is JSON over several lines")
+                content = cast(io.BufferedReader, io.BytesIO(in_lines(whole)))
         except NotTaken as error:
             raise not_taken(source, error) from None
         yield content, stored
@@ -648,7 +657,9 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         if info is not None and info["type"] == "file":
             head = _head(files, info)
             form = _form_of(item, file_name(files.unstrip_protocol(info["name"])), head, kind)
-            return [_input(files, info, form, kind)], []
+            name = file_name(files.unstrip_protocol(info["name"]))
+            lines = [*said_of(name, kind), *said_of_returns({name: head}, {name: form})]
+            return [_input(files, info, form, kind)], [f"input={show(item)}: {e}" for e in lines]
         below = _files_below(files, path) if info else _globbed(files, path)
         fixed = path if info else os.path.dirname(re.split(r"[*?[]", path, maxsplit=1)[0])
         names = {name: name[len(fixed) :].lstrip("/") for name in sorted(below)}
@@ -663,15 +674,19 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
             else None
             for name, inner in names.items()
         }
-        asked = () if info else words_of(path[len(fixed) :])
+        pattern = "" if info else path[len(fixed) :]
         try:
-            found = sort_out(heads, typed=kind, asked=asked, web=is_web(item))
+            found = sort_out(heads, typed=kind, pattern=pattern, web=is_web(item))
         except NotTaken as error:
             raise UserError(f"input={show(item)} {error}") from None
-        lines = said(f"input={show(item)}", found)
+        key = f"input={show(item)}"
+        returns = said_of_returns(heads, found.taken)
+        lines = [*said(key, found), *(f"{key}: {line}" for line in returns)]
         if not found.taken:
             left = "; ".join(left_out_lines(found.left_out))
-            raise UserError(f"input={show(item)} holds no documents: {left}; {HOW}")
+            raise UserError(
+                f"input={show(item)} holds no documents: {left}; {read_by(INPUT)}; {HOW}"
+            )
         taken = [
             _input(files, below[name], found.taken[inner], kind, found.splits.get(inner, ""))
             for name, inner in names.items()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from parallel3d.data import cache, inputs
-from parallel3d.data.folders import check_twins, left_out_lines, sort_out, words_of
+from parallel3d.data.folders import check_twins, left_out_lines, sort_out
 from parallel3d.data.formats import (
     CHAT,
     HEAD,
@@ -36,6 +36,9 @@ from parallel3d.data.formats import (
     check_text,
     encoding_of,
     judged,
+    read_by,
+    said_of,
+    said_of_returns,
     text_of,
 )
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
@@ -212,15 +215,22 @@ def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document]
             (document,) = documents
             form = judged(document.name, heads[document.name], door)
             check_kind(form, door)
-            return [_of_form(document, form, heads[document.name])], []
-        asked = () if is_folder else words_of(path[len(_fixed(path)) :])
-        found = sort_out(heads, door, asked=asked, held_out=held_out)
+            lines = [
+                f"{key}: {line}"
+                for line in (
+                    *said_of(document.name, None),
+                    *said_of_returns(heads, {document.name: form}),
+                )
+            ]
+            return [_of_form(document, form, heads[document.name])], lines
+        pattern = "" if is_folder else path[len(_fixed(path)) :]
+        found = sort_out(heads, door, pattern=pattern, held_out=held_out)
     except NotTaken as error:
         raise UserError(f"{key} {error}") from None
-    lines = said(key, found)
+    lines = [*said(key, found), *(f"{key}: {line}" for line in said_of_returns(heads, found.taken))]
     if not found.taken:
         left = "; ".join(left_out_lines(found.left_out))
-        raise UserError(f"{key} holds no documents: {left}; {_HOW}")
+        raise UserError(f"{key} holds no documents: {left}; {read_by(door)}; {_HOW}")
     taken = [each for each in documents if each.name in found.taken]
     return [_of_form(each, found.taken[each.name], heads[each.name]) for each in taken], lines
 

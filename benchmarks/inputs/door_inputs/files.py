@@ -287,7 +287,10 @@ def _of_others(rng: random.Random, root: Path) -> Iterator[Input]:
         end = ".jsonl.gz" if what != "zstd of tar" else ".jsonl.zst"
     path = root / f"a{end}"
     path.write_bytes(content)
-    yield from _at_a_door(rng, path, REFUSAL, what, False)
+    right: object = REFUSAL
+    if what in ("JSON list", "pretty JSON") and end == ".jsonl":
+        right = texts if what == "JSON list" else texts[:1]
+    yield from _at_a_door(rng, path, right, what, False)
 
 
 def _folder(rng: random.Random, root: Path) -> Iterator[Input]:
@@ -336,8 +339,7 @@ def _folder(rng: random.Random, root: Path) -> Iterator[Input]:
             files[f"{name}.gz"] = gzip.compress(files[name])
         answer = REFUSAL
     elif trouble < 0.24:
-        files[f"more{rng.choice(OTHERS[:20])}"] = rng.randbytes(500)
-        answer = REFUSAL
+        files[f"more{rng.choice(OTHERS[:20])}"] = rng.randbytes(500)  # left out, with a line
     for name, content in files.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(content)
@@ -373,4 +375,5 @@ def _questions(rng: random.Random, root: Path) -> Iterator[Input]:
     if rng.random() < 0.5:
         other = root / rng.choice(["q.csv", "q.txt", "q.tar", "q.json"])
         other.write_bytes(json.dumps(rows).encode() if other.suffix == ".json" else os.urandom(99))
-        yield Input(f"asked: {other.name}", lambda: asked(str(other)), REFUSAL)
+        right = right if other.suffix == ".json" else REFUSAL
+        yield Input(f"asked: {other.name}", lambda: asked(str(other)), right)

@@ -279,7 +279,7 @@ def test_items_keep_their_order_and_files_come_once(tmp_path: Path) -> None:
         ("empty.txt", ["only empty files, pipes or devices (1)"]),
         ("web,,web", ["has an empty item: give files"]),
         ("nowhere://a/b", ["cannot be read", "nowhere"]),
-        ("a.parquet.gz", ["is parquet, which has its own compression, packed again as .gz"]),
+        ("a.parquet.gz", ["ends in .parquet.gz, which is not read, and holds parquet"]),
         ("broken.parquet", ["broken.parquet cannot be read"]),
     ],
 )
