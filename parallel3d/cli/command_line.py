@@ -42,7 +42,7 @@ from parallel3d.commands.from_run import (
     run_on_checkpoint,
     take_prompt,
 )
-from parallel3d.commands.init_from import begun_from
+from parallel3d.commands.init_from import RATE, begun_from
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.recipes import INIT_VERBS, init, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
@@ -382,8 +382,9 @@ def _taken(
         config, taken = continued(config, there, given, world_size, has_begun=begun)
         lines = [line for line in (left_out(directory), taken) if line is not None]
         if config.init_from is not None and not begun:
-            # No step was trained yet, and the source may have a newer checkpoint by now.
-            config, line = begun_from(config, given.__contains__)
+            # No step was trained yet, and the source may have a newer checkpoint by now. The first
+            # start has decided whether routers' biases stay.
+            config, line = begun_from(config, lambda key: key == RATE or key in given)
             lines.append(line)
         return config, lines
     if config.init_from is not None and not resumes:

@@ -23,7 +23,7 @@ from parallel3d.checkpoint.manifest import (
     step_of,
 )
 from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, run_names
-from parallel3d.config.fields import check_fields, spell
+from parallel3d.config.fields import all_keys, check_fields, spell
 from parallel3d.config.identity import ConfigChange, changes
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.trainer import Trainer
 
+RATE = "moe.bias_update_rate"
 # Keys of the model that may differ from the source, which determines all other keys.
 MAY_DIFFER = (
     *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
@@ -242,6 +243,22 @@ def model_from(
     return model
 
 
+def keeping_biases(
+    config: Config, is_given: Callable[[str], bool], there: Mapping[str, Any] | None = None
+) -> Config:
+    """Returns `config` with a rate of 0 for biases of finished routers, unless a rate is given.
+
+    The default rate balances experts that are trained from the start; later it would change which
+    experts a finished model uses, whatever the learning rate is. `there` is the configuration of a
+    run whose training continues, which keeps its rate.
+    """
+    rate = config.moe.bias_update_rate
+    if not config.model.router_bias or is_given(RATE) or rate != all_keys()[RATE].default:
+        return config
+    rate = 0.0 if there is None else float(there.get("moe", {}).get("bias_update_rate", rate))
+    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, bias_update_rate=rate))
+
+
 def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config, str]:
     """Returns `config` with the model and the tokenizer of `init_from`, and a line to log.
 
@@ -253,8 +270,9 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
     source = find_source(config.init_from, Path(config.runs_dir))
     where = f"init_from={source.name}"
     model = model_from(source.model, config.model, is_given, where, source.positions)
-    if config.init_optimizer:
-        _check_optimizer(source.title, changes(_trained_with(source), config))
+    trained_with = _trained_with(source) if config.init_optimizer else None
+    if trained_with is not None:
+        _check_optimizer(source.title, changes(trained_with, config))
     data = config.data
     words = ""
     if data.tokenizer is None:  # the tokenizer comes from the source, even with data=chat
@@ -265,6 +283,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
         differs = check_same_tokens(there, here, where)
         words = "" if differs is None else f"; {differs}"
     config = dataclasses.replace(config, init_from=source.name, model=model, data=data)
+    config = keeping_biases(config, is_given, trained_with)
     if source.hf is not None:
         words += "".join(f"; {sentence}" for sentence in source.hf.notices)
     return config, f"{where} gives model {model.name}, {model.num_layers} layers{words}"

@@ -23,7 +23,7 @@ from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.loop.evaluation import evaluate_only
 from parallel3d.loop.hooks import Run, spent
-from parallel3d.loop.notices import log_notices
+from parallel3d.loop.notices import acts_on_weights, log_notices
 from parallel3d.loop.open_text import make_trainer, open_text
 from parallel3d.loop.recording import header_facts, open_recorder
 from parallel3d.loop.requeue import REQUEUE, leave_marker
@@ -73,6 +73,8 @@ def train(config: Config, worker: Worker) -> None:
         begun_with = take_initial_weights(trainer, worker, checkpoints)
         if not is_over(trainer, worker, first_step, length_key):
             facts = header_facts(trainer, corpus, sets) if worker.rank == 0 else {}
+            if worker.rank == 0 and first_step == 1 and (checkpoints.resumed or begun_with):
+                print_line(acts_on_weights(trainer.config))
             is_saved = run(trainer, worker, checkpoints, facts | begun_with)
             worker.phase = "closing the process groups"
             watchdog.resume()

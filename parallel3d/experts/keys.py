@@ -97,7 +97,8 @@ class ExpertsConfig:
     )
     bias_update_rate: float = key(
         0.001,
-        "change of the router's bias in a step, with model.router_bias",
+        "change of the router's bias in a step, with model.router_bias; 0, unless it is given, in "
+        "a run that begins with finished weights (init_from, checkpoint import)",
         minimum=0,
     )
     dispatch: str = key(

@@ -8,10 +8,10 @@ from operator import attrgetter
 import torch
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.parameters import fixed_states, parameter_count
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.fields import all_keys, spell
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.fields import all_keys, show, spell
+from parallel3d.config.schema import Config, ModelConfig, parameter_shapes_of, states_of
 from parallel3d.errors import print_line
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.text import si
@@ -41,6 +41,36 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
             "attention_kernel=auto excludes cuDNN: PyTorch issue 193893 reports wrong results on "
             f"this GPU with fewer than {LEAST_KV_HEADS} key-value heads"
         )
+
+
+def acts_on_weights(config: Config) -> str:
+    """Returns a sentence about all that changes finished weights when training begins with them.
+
+    Defaults suit a model that is trained from the start, so each is named with the size of what it
+    does in a step.
+    """
+    optim = config.optim
+    shapes = parameter_shapes_of(config.model).items()
+    decayed = [optim.treatment(name) for name, shape in shapes if len(shape) > 1]
+    most = max((t.lr_mult * t.wd_mult for t in decayed if not t.frozen), default=0.0)
+    found = []
+    if share := optim.lr * optim.weight_decay * most:
+        found.append(
+            f"optim.weight_decay={show(optim.weight_decay)} takes up to {100 * share:.2g} % of a "
+            "matrix a step"
+        )
+    rate, states = config.moe.bias_update_rate, states_of(config.model)
+    if rate and states - fixed_states(config.model, optim):
+        found.append(f"moe.bias_update_rate={show(rate)} moves routers' biases by that a step")
+    others = ("model.dropout", "moe.aux_loss", "moe.z_loss", "loss.label_smoothing", "loss.z_loss")
+    held = {name: attrgetter(name)(config) for name in others}
+    named = [spell(name, value) for name, value in held.items() if value]
+    if named:
+        found.append(f"{', '.join(named)} {'acts' if len(named) == 1 else 'act'} on the gradients")
+    if states and not rate:
+        found.append("routers' biases stay as they are (moe.bias_update_rate=0)")
+    more = f"; {'; '.join(found)}" if found else ""
+    return f"training of finished weights: gradients at optim.lr={show(optim.lr)}{more}"
 
 
 LARGE = 100  # a model is large above this multiple of the default parameters or vocabulary

@@ -19,7 +19,8 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import chunks_by_name, read_full, stored_shapes
-from parallel3d.commands.init_from import load_initial
+from parallel3d.commands.init_from import RATE, begun_from, load_initial
+from parallel3d.config.schema import Config
 from parallel3d.parameters.slices import STATE, ParameterSlice
 from parallel3d.run.directory import save_config
 from parallel3d.trainer import Trainer
@@ -155,3 +156,10 @@ def test_a_new_run_takes_experts_and_biases_of_another_ep(pool: Pool, tmp_path: 
     assert len(biases) == 2 and all(bias.any() for bias in biases.values())
     sizes, case = (1, 1, 2, 1, 2), experts(PROBLEM)
     assert pool.run(2, not_taken, sizes, case, folder) == [[], []]
+    # Finished biases stay, unless a rate is given or the run's training goes on with its optimizer.
+    config = Config(init_from="old", runs_dir=str(tmp_path))
+    rates = []
+    for more, given in (({}, ()), ({}, (RATE,)), ({"init_optimizer": True}, ())):
+        begun, _ = begun_from(dataclasses.replace(config, **more), given.__contains__)
+        rates.append(begun.moe.bias_update_rate)
+    assert rates == [0.0, 0.001, 0.05]

@@ -29,7 +29,7 @@ from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, fi
 from parallel3d.commands.checkpoint.new_runs import new_run, save_first
 from parallel3d.commands.checkpoint.proof import TRANSFORMERS, their_side, verdict, why_not
 from parallel3d.commands.generate import state_of
-from parallel3d.commands.init_from import Source, model_from, model_of
+from parallel3d.commands.init_from import Source, keeping_biases, model_from, model_of
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
@@ -325,4 +325,5 @@ def _configuration(
         raise UserError(f"model=… must be left out, because {folder} determines the model")
     model = ModelConfig(**keys)
     model = model_from(model, config.model, typed.__contains__, str(folder), model.seq_length)
-    return check_config(dataclasses.replace(config, model=model), own_samples=True)
+    config = keeping_biases(dataclasses.replace(config, model=model), typed.__contains__)
+    return check_config(config, own_samples=True)
