@@ -20,8 +20,7 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
 from parallel3d.config.schema import Config
 from parallel3d.config.values import in_other_precision
-from parallel3d.data.corpus import check_vocabulary
-from parallel3d.data.tokenizer import FOLDER, tokenizer_of
+from parallel3d.data.tokenizer import FOLDER, check_vocabulary, tokenizer_of
 from parallel3d.errors import UserError, first_line, print_line
 from parallel3d.host.devices import check_numerics, choose_device
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, last_config
@@ -125,7 +124,7 @@ def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> Co
     # The path is absolute, so that ranks with another working directory can open it.
     own = Path(config.runs_dir, str(config.run), FOLDER)
     tokenizer = tokenizer_of(run.data, own.parent)
-    check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
+    check_vocabulary(tokenizer, run.model.vocab_size)
     name = str(own.absolute()) if own.is_dir() else tokenizer.name
     values = {
         # `check_config` demands sp for experts with tp; decoding itself never uses it.

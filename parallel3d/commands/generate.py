@@ -22,7 +22,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import checkpoints_of
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.config.schema import ModelConfig
-from parallel3d.data.tokenizer import BYTE, Decoding, begun, open_tokenizer
+from parallel3d.data.tokenizer import BYTE, Decoding, begun, check_tokens, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.experts.router import Router
 from parallel3d.models.rotary import length_with_short_factors
@@ -52,6 +52,7 @@ def generate(config: CommandConfig, worker: Worker) -> None:
     decoding = Decoding(tokenizer)
     prompt = os.fsencode(config.prompt)  # restores exactly the bytes of the command line
     tokens = begun(tokenizer.encode_prompt(prompt), tokenizer.begin)
+    check_tokens(tokens, tokenizer, config.model.vocab_size, "prompt")
     check_length(config.model, len(tokens), config.generate.max_tokens)
     speaks, last = worker.rank == 0, "\n"
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -64,6 +64,9 @@ from parallel3d.data.tokenizer import (
     ByteTokenizer,
     Roles,
     Tokenizer,
+    beyond_table,
+    check_tokens,
+    check_vocabulary,
     open_tokenizer,
 )
 from parallel3d.data.tokens import (
@@ -186,7 +189,7 @@ class Corpus:
 
     def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
         """Returns the text's samples. Raises UserError if the model's vocabulary is too small."""
-        check_vocabulary(self.vocab_size, model.vocab_size, data.tokenizer)
+        _check_table(self.vocab_size, model, data.tokenizer)
         length = model.seq_length
         valid = self.samples(True, length, data, seed) if self.valid_tokens else None
         return Sources(self.samples(False, length, data, seed), valid, {})
@@ -303,7 +306,7 @@ class Blend:
 
     def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
         """Returns the text's samples. Raises UserError if the model's vocabulary is too small."""
-        check_vocabulary(self.vocab_size, model.vocab_size, data.tokenizer)
+        _check_table(self.vocab_size, model, data.tokenizer)
         names = [one.name for one in self.corpora]
 
         def part(held_out: bool) -> list[DatasetOrder]:
@@ -349,9 +352,9 @@ def open_corpus(
     if data.name in ("corpus", "blend"):
         opened = _open_pairs(data, seq_length, folder, vocab_size)
     elif data.name == "chat":
-        opened = _open_chat(data, seq_length, folder)
+        opened = _open_chat(data, seq_length, folder, vocab_size)
     else:
-        opened = _open_text(data, seq_length, folder)
+        opened = _open_text(data, seq_length, folder, vocab_size)
     if data.packing == "concat":
         return opened
     if isinstance(opened, Corpus):
@@ -360,12 +363,12 @@ def open_corpus(
     return dataclasses.replace(opened, corpora=parts)
 
 
-def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
+def _open_text(data: DataConfig, seq_length: int, folder: Path, limit: int | None) -> Corpus:
     tokenizer, documents, _ = _find_text(data, seq_length)
     begin = tokenizer.bos if data.add_bos else []
     pair, files, _ = cached_text(folder, documents, tokenizer, begin)
     held_out = _held_out_tokens(len(pair), data, seq_length, origin(data))
-    return Corpus.of(
+    corpus = Corpus.of(
         *(pair.tokens, held_out, tokenizer),
         fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer or BYTE,
@@ -375,6 +378,7 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         named=origin(data),
         files=files,
     )
+    return _within(corpus, pair, tokenizer, limit, "document")
 
 
 def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
@@ -392,7 +396,7 @@ def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Docum
     return tokenizer, documents, lines
 
 
-def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
+def _open_chat(data: DataConfig, seq_length: int, folder: Path, limit: int | None) -> Corpus:
     """Opens the conversations of `data`, after tokenizing them into `folder` if necessary.
 
     The last conversations are held out: the share `data.held_out` of the tokens, and at least one
@@ -431,7 +435,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     )
     if data.packing == "concat" and data.held_out < 1.0:
         _check_windows(corpus, seq_length)
-    return corpus
+    return _within(corpus, pair, chat.tokenizer, limit, "conversation")
 
 
 def _check_windows(corpus: Corpus, seq_length: int) -> None:
@@ -569,18 +573,26 @@ def _open_pair(
     if kept is None:
         assert tokenizer is not None  # `_facts` ensures this
         taught = look_at_pair(pair, tokenizer, name)
-    if limit is not None and facts.vocab_size > limit:
-        raise UserError(
-            f"model.vocab_size={limit} must be at least {facts.vocab_size} for the tokens of "
-            f"{named}; the nearest is model.vocab_size={facts.vocab_size}"
-        )
+    size, texts = facts.vocab_size, dict[int, str]()
+    if limit is not None and size > limit:
+        if name is None or open_tokenizer(name).vocab_size < size:
+            raise UserError(
+                f"model.vocab_size={limit} must be at least {size} for the tokens of {named}; the "
+                f"nearest is model.vocab_size={size}"
+            )
+        try:
+            beyond = check_vocabulary(open_tokenizer(name), limit)
+        except UserError as error:
+            raise UserError(f"{named}: {error}") from None
+        taught = taught._replace(sentences=(*taught.sentences, *beyond))
+        size, texts = limit, beyond_table(open_tokenizer(name), limit)
     split = len(pair) - _held_out_tokens(len(pair), data, seq_length, named)
-    tokens = pair.tokens.below(limit or facts.vocab_size, named)
+    tokens = pair.tokens.below(size if limit is None else limit, named, texts)
     fingerprint, files = _watched(pair, tokens, facts.digest)
     return Corpus(
         *(tokens.part(0, split), tokens.part(split, len(pair))),
         fingerprint=fingerprint,
-        vocab_size=facts.vocab_size,
+        vocab_size=size,
         eot=facts.eot,
         tokenizer=facts.tokenizer,
         tokenizer_name=name,
@@ -710,28 +722,51 @@ def check_data(
             return check_epochs(opened, epochs, samples, data.most_epochs)
     elif data.name == "chat":
         chat = find_chat(data)
-        check_vocabulary(chat.tokenizer.vocab_size, limit, data.tokenizer)
+        beyond = check_vocabulary(chat.tokenizer, limit)
         cache.check_can_store(folder, chat.key)
-        return chat.lines
+        return [*chat.lines, *beyond]
     else:
         tokenizer, documents, lines = _find_text(data, seq_length)
-        check_vocabulary(tokenizer.vocab_size, limit, data.tokenizer)
+        beyond = check_vocabulary(tokenizer, limit)
         if isinstance(tokenizer, ByteTokenizer) and data.packing != "concat":
             plain = (document for document in documents if document.is_plain)
             long = sum(document.size > seq_length for document in plain)
             _check_lengths(long, data, seq_length + 1, origin(data))
         cache.check_can_store(folder, cache_key(documents, tokenizer))
-        return lines
+        return [*lines, *beyond]
     return []
 
 
-def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
-    """Raises UserError if `vocab_size` is below `needed`, the size of tokenizer `name`."""
-    if needed > vocab_size:
+def _check_table(vocab_size: int, model: ModelConfig, name: str | None) -> None:
+    """Raises UserError if a corpus of tokenizer `name` was opened for a larger vocabulary."""
+    if vocab_size > model.vocab_size:
         raise UserError(
-            f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "
-            f"data.tokenizer={show(name)}; the nearest is model.vocab_size={needed}"
+            f"model.vocab_size={model.vocab_size} must be at least {vocab_size} for the tokens of "
+            f"data.tokenizer={show(name)}; the nearest is model.vocab_size={vocab_size}"
         )
+
+
+def _within(
+    corpus: Corpus, pair: IndexedCorpus, tokenizer: Tokenizer, limit: int | None, each: str
+) -> Corpus:
+    """Returns a corpus whose tokens are below `limit`, the size of the model's vocabulary.
+
+    Reads all tokens if the tokenizer has more. The error names the document, which it calls `each`.
+    Raises UserError.
+    """
+    if limit is None or tokenizer.vocab_size <= limit:
+        return corpus
+    check_vocabulary(tokenizer, limit)
+    for first in range(0, len(pair), _LOOKED_AT):
+        tokens = pair.tokens[first : min(first + _LOOKED_AT, len(pair))]
+        tokens = tokens & TOKEN if corpus.marked else tokens
+        odd = np.flatnonzero(tokens >= limit)
+        if odd.size:
+            at = first + int(odd[0])
+            number = pair.document_from(at + 1)
+            where = f"{corpus.named}: {each} {number:,}"
+            check_tokens([int(tokens[odd[0]])], tokenizer, limit, where)
+    return dataclasses.replace(corpus, vocab_size=limit)
 
 
 # Up to this number of epochs, repeated text trains about as well as new text. Source: N.

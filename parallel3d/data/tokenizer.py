@@ -852,6 +852,48 @@ def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | No
     return f"data.tokenizer={show(here.name)} has the tokens of {where}, but {how}"
 
 
+def beyond_table(tokenizer: Tokenizer, vocab_size: int) -> dict[int, str]:
+    """Returns the added tokens that are not below `vocab_size`, with their texts, in order."""
+    added = tokenizer.added if isinstance(tokenizer, FileTokenizer) else {}
+    return dict(sorted((n, text) for text, n in added.items() if n >= vocab_size))
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Checks a tokenizer against a model with `vocab_size` tokens.
+
+    Added tokens may lie beyond the model's table if no text needs them, as in Gemma 3 1B; then the
+    result is a line about them, and reading a text that holds one is an error. Raises UserError for
+    other tokens beyond the table.
+    """
+    if tokenizer.vocab_size <= vocab_size:
+        return []
+    beyond = beyond_table(tokenizer, vocab_size)
+    others = {n for n in tokenizer.vocabulary().values() if n >= vocab_size} - beyond.keys()
+    if others or not beyond.keys().isdisjoint((tokenizer.eot, *tokenizer.bos, *tokenizer.begin)):
+        raise UserError(
+            f"model.vocab_size={vocab_size} must be at least {tokenizer.vocab_size} for the tokens "
+            f"of data.tokenizer={show(tokenizer.name)}; the nearest is "
+            f"model.vocab_size={tokenizer.vocab_size}, or the tokenizer of the model's own folder"
+        )
+    shown = ", ".join(f"{plain(text)} ({n})" for n, text in list(beyond.items())[:5])
+    more = " …" if len(beyond) > 5 else ""
+    return [
+        f"tokenizer {tokenizer.name}: {shown}{more} beyond model.vocab_size={vocab_size}: a text "
+        "or a chat template that holds one of them is refused"
+    ]
+
+
+def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
+    """Raises UserError for a token that is not below `vocab_size`; the error names `where`."""
+    odd = next((int(token) for token in tokens if token >= vocab_size), None)
+    if odd is not None:
+        text = beyond_table(tokenizer, vocab_size).get(odd, "")
+        raise UserError(
+            f"{where} has the token {plain(text)} ({odd}), which lies beyond "
+            f"model.vocab_size={vocab_size}, so the model has no embedding for it: remove it there"
+        )
+
+
 def keep_tokenizer(
     data: DataConfig,
     run_dir: Path,

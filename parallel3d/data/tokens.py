@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.errors import UserError
+from parallel3d.files import plain
 
 
 class LocalFile(FileIO):
@@ -128,6 +129,7 @@ class Tokens:
         self.dtype = dtype
         self._limit = 0
         self._named = ""
+        self._texts: Mapping[int, str] = {}
 
     def part(self, begin: int, end: int) -> Tokens:
         """Returns the tokens from `begin` up to `end`, without reading them. Raises IndexError."""
@@ -138,16 +140,17 @@ class Tokens:
         part._count = end - begin
         return part
 
-    def below(self, limit: int, named: str) -> Tokens:
+    def below(self, limit: int, named: str, texts: Mapping[int, str] | None = None) -> Tokens:
         """Returns the same tokens, but with a check of each slice that is read.
 
         Reading a token that is negative or not below `limit` raises UserError; the error calls the
-        text `named`.
+        text `named`. `texts` are the texts of tokens that are not below `limit`.
         """
         bounded = copy(self)
         if self.dtype.kind != "u" or np.iinfo(self.dtype).max >= limit:
             bounded._limit = limit
             bounded._named = named
+            bounded._texts = texts or {}
         return bounded
 
     def will_read(self, begin: int, end: int) -> None:
@@ -182,11 +185,15 @@ class Tokens:
             return
         at = int(np.flatnonzero((tokens < 0) | (tokens >= self._limit))[0])
         place = self._first // self.dtype.itemsize + begin + at
+        token = self._spelled(int(tokens[at]))
         raise UserError(
-            f"{self._named} holds the token {int(tokens[at])} at position {place:,}, but its "
-            f"tokens must be from 0 to model.vocab_size - 1 = {self._limit - 1}: give a model with "
+            f"{self._named} holds the token {token} at position {place:,}, but its tokens must be "
+            f"from 0 to model.vocab_size - 1 = {self._limit - 1}: give a model with "
             "this text's tokenizer, or another text"
         )
+
+    def _spelled(self, token: int) -> str:
+        return f"{plain(self._texts[token])} ({token})" if token in self._texts else str(token)
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None

@@ -34,7 +34,6 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of, states_of
-from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,
@@ -44,6 +43,7 @@ from parallel3d.data.tokenizer import (
     Roles,
     Tokenizer,
     check_same_tokens,
+    check_vocabulary,
     open_tokenizer,
     read_json,
     tokenizer_of,
@@ -139,7 +139,8 @@ def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tok
         found = own
     else:
         return None
-    check_vocabulary(found.vocab_size, vocab_size, found.name)
+    for line in check_vocabulary(found, vocab_size):
+        print_line(line)
     return found
 
 

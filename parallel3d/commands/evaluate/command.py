@@ -31,7 +31,7 @@ from parallel3d.commands.generate import load_newest
 from parallel3d.commands.options import CommandConfig, EvalConfig
 from parallel3d.context_parallel.documents import Documents, whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
+from parallel3d.data.tokenizer import BYTE, Tokenizer, check_tokens, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
 from parallel3d.metrics.recorder import layout_row
@@ -71,6 +71,8 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     tokenizer, model = open_tokenizer(config.data.tokenizer or BYTE), config.model
     most = length_with_short_factors(model)
     requests = requests_of(rows, tokenizer, model.seq_length, most)
+    for request in requests:
+        check_tokens(request.tokens, tokenizer, model.vocab_size, rows[request.row].place)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(Blueprint.of(config), groups, device)
     manifest = load_newest(Path(config.runs_dir, str(config.run)), config.eval, stage, groups)

@@ -68,7 +68,7 @@ def test_every_token_of_a_set_is_a_label_once(tmp_path: Path, packing: str) -> N
 def test_a_set_may_be_shorter_than_a_sample(tmp_path: Path) -> None:
     (tmp_path / "v.txt").write_text("ab")
     data = DataConfig(name="text", path=str(tmp_path / "v.txt"), valid_fraction=1.0)
-    corpus = open_corpus(data, SEQ, tmp_path)
+    corpus = open_corpus(data, SEQ)
     source = part_of(corpus, config_of(data), held_out=True)
     sample = source.sample(0)
     assert source.windows == 1 and sample.loss_mask.tolist() == [True] * 2 + [False] * 14
@@ -78,11 +78,11 @@ def test_a_set_may_be_shorter_than_a_sample(tmp_path: Path) -> None:
 def test_without_a_share_held_out_all_is_trained_on(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"x" * SEQ)
     data = DataConfig(name="text", path=str(tmp_path / "t.txt"), valid_fraction=0.0)
-    assert open_corpus(data, SEQ, tmp_path).train_tokens == SEQ + 1
+    assert open_corpus(data, SEQ).train_tokens == SEQ + 1
     with pytest.raises(
         UserError, match=r"one sample needs 18; model.seq_length must be at most 16"
     ):
-        open_corpus(data, SEQ + 1, tmp_path)
+        open_corpus(data, SEQ + 1)
 
 
 def test_valid_fraction_is_0_with_sets_unless_it_is_given() -> None:
