@@ -1,13 +1,15 @@
 """Maps the experts of Hugging Face models to ours: module names and keys of config.json.
 
-On disk, each expert has its own tensors in transformers' format and in ours. This module neither
-imports torch nor opens files.
+On disk, each expert has its own tensors in our format and in the one that transformers writes by
+default. transformers 5 can also write the tensors that it has in memory, which join all experts of
+a layer. This module neither imports torch nor opens files.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.checkpoint.hf.families import ExpertNames, Family
 from parallel3d.checkpoint.hf.read_keys import Keys
@@ -18,6 +20,47 @@ LISTED, STEP = "mlp_only_layers", "decoder_sparse_step"
 AUX = "router_aux_loss_coef"
 MTP = "num_nextn_predict_layers"
 PARTS = ("gate", "up", "down")
+
+
+# Names in transformers' memory: (experts, gate rows and up rows, inputs), (experts, rows, inputs).
+JOINED_BLOCK = "mlp"
+JOINED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
+
+
+class Place(NamedTuple):
+    """Says where a file holds a tensor.
+
+    Attributes:
+        key: name in the file.
+        expert: number of the expert if the file joins all experts of a layer, or else None.
+        part: number of the tensor among the `parts` that the file joins along an expert's rows.
+        parts: number of tensors that are so joined.
+    """
+
+    key: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    def shape(self, own: tuple[int, ...], experts: int) -> tuple[int, ...]:
+        """Returns the shape in the file of a tensor whose own shape is `own`."""
+        if self.expert is None:
+            return own
+        return (experts, own[0] * self.parts, *own[1:])
+
+
+def joined_place(name: str, names: ExpertNames) -> Place | None:
+    """Returns the place in a file with the names of transformers' memory.
+
+    `name` is a name in transformers' default format. The result is None if the names are the same.
+    """
+    layer, block, rest = name.partition(f".{names.block}.")
+    found = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", rest)
+    if found is None:
+        same = not block or names.block == JOINED_BLOCK
+        return None if same else Place(f"{layer}.{JOINED_BLOCK}.{rest}")
+    theirs, part, parts = JOINED[PARTS[names.parts.index(found[2])]]
+    return Place(f"{layer}.{JOINED_BLOCK}.experts.{theirs}", int(found[1]), part, parts)
 
 
 def modules_of(names: ExpertNames, count: int) -> dict[str, str]:

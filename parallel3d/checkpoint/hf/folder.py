@@ -32,14 +32,16 @@ from parallel3d.checkpoint.hf.config import (
     kept_keys,
     to_hf,
 )
-from parallel3d.checkpoint.hf.experts import mtp_layers, notices_of
+from parallel3d.checkpoint.hf.experts import Place, mtp_layers, notices_of
 from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.checkpoint.hf.names import (
+    BASE_PREFIX,
     EMBEDDINGS,
     HEAD,
     HFTensor,
     hf_tensors,
     is_of_text,
+    places,
     spellings,
 )
 from parallel3d.checkpoint.hf.wrappers import (
@@ -338,12 +340,14 @@ def tensors_of(
         tensors = hf_tensors(model, kind)
         left_out = range(model.num_layers, model.num_layers + mtp)
         tied = model.tie_embeddings
-        keys = _match(folder, tensors, where, kind, left_out, tied=tied, wrapped=wrapped)
+        count = model.num_experts
+        keys = _match(folder, tensors, where, kind, left_out, count, tied=tied, wrapped=wrapped)
         for tensor in tensors:
             if wanted is not None and not wanted & {*tensor.parts}:
                 continue
-            key = keys[tensor.name]
-            found = where[key].get_tensor(key)
+            place = keys[tensor.name]
+            key = place.key
+            found = _at(where[key], place)
             whole = found if dtype is None else found.to(dtype)
             if not all_finite(whole):
                 why = f"numbers too large for {whole.dtype}" if all_finite(found) else "NaN or inf"
@@ -353,6 +357,16 @@ def tensors_of(
             for part, rows in zip(tensor.parts, whole.split(tensor.rows), strict=True):
                 if wanted is None or part in wanted:
                     yield part, rows.contiguous()
+
+
+def _at(file: Any, place: Place) -> Tensor:
+    """Returns the tensor at a place in a file; no other tensor that is joined to it is read."""
+    if place.expert is None:
+        return file.get_tensor(place.key)  # type: ignore[no-any-return]
+    whole = file.get_slice(place.key)
+    rows = whole.get_shape()[1] // place.parts
+    at = slice(place.part * rows, (place.part + 1) * rows)
+    return whole[place.expert : place.expert + 1, at][0]  # type: ignore[no-any-return]
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -446,37 +460,41 @@ def _match(
     where: dict[str, Any],
     kind: str,
     left_out: range,
+    experts: int,
     *,
     tied: bool,
     wrapped: bool,
-) -> dict[str, str]:
-    """Maps transformers' names to the names in the files, which may lack the prefix.
+) -> dict[str, Place]:
+    """Maps transformers' names to places in the files, whose names may lack the prefix.
 
-    If the embedding is tied, it may have the name of the head. Raises UserError for tensors that
-    are missing, unknown or unsuitable. Tensors of the layers `left_out` are ignored.
+    If the embedding is tied, it may have the name of the head. A layer may have all of its
+    `experts` in one tensor. Raises UserError for tensors that are missing, unknown or unsuitable.
+    Tensors of the layers `left_out` are ignored.
     """
-    keys = {}
+    keys: dict[str, Place] = {}
     heads = spellings(HEAD, wrapped=wrapped)
     for tensor in tensors:
-        names = spellings(tensor.name, wrapped=wrapped)
-        names += heads if tied and tensor.name == EMBEDDINGS[kind] else []
-        key = next((k for k in names if k in where), None)
-        if key is None:
+        may_be = places(tensor.name, kind, wrapped=wrapped)
+        may_be += [Place(k) for k in heads] if tied and tensor.name == EMBEDDINGS[kind] else []
+        place = next((one for one in may_be if one.key in where), None)
+        if place is None:
             raise UserError(f"from={folder}: there is no tensor {tensor.name}")
+        key, required = place.key, place.shape(tensor.shape, experts)
         there = where[key].get_slice(key)
-        if tuple(there.get_shape()) != tensor.shape:
+        if tuple(there.get_shape()) != required:
             raise UserError(
                 f"from={folder}: {key} has shape {tuple(there.get_shape())}, but config.json "
-                f"requires {tensor.shape}"
+                f"requires {required}"
             )
         if there.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise UserError(
                 f"from={folder}: {key} is of type {there.get_dtype()}; it must be one of F64, "
                 "F32, F16, BF16"
             )
-        keys[tensor.name] = key
-    _check_prefixes(folder, keys)
-    known = set(keys.values()) | ({*heads} if tied else set())
+        keys[tensor.name] = place
+    used = {place.key for place in keys.values()}
+    _check_prefixes(folder, used)
+    known = used | ({*heads} if tied else set())
     unknown = [
         k
         for k in where
@@ -493,16 +511,16 @@ def _match(
     return keys
 
 
-def _check_prefixes(folder: Path, keys: Mapping[str, str]) -> None:
+def _check_prefixes(folder: Path, keys: Iterable[str]) -> None:
     """Raises UserError if some experts' names have the full model's prefix and others lack it.
 
     transformers would then join the two sets of experts separately, and read a different model.
     """
-    experts = [(name, key) for name, key in keys.items() if EXPERT in name]
-    if len({name == key for name, key in experts}) > 1:
-        bare = next(key for name, key in experts if name != key)
+    experts = sorted(key for key in keys if EXPERT in key)
+    bare = [key for key in experts if not BASE_PREFIX.match(key)]
+    if 0 < len(bare) < len(experts):
         raise UserError(
-            f"from={folder}: {bare} lacks the prefix that other experts' names have, and "
+            f"from={folder}: {bare[0]} lacks the prefix that other experts' names have, and "
             "transformers would mix up the experts: save the model again with save_pretrained"
         )
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel3d.checkpoint.hf.experts import modules_of
+from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
 from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
 from parallel3d.config.schema import ModelConfig, full_shapes_of, states_of
 
@@ -118,6 +118,16 @@ def spellings(name: str, *, wrapped: bool = False) -> list[str]:
     if name == HEAD:
         return list(TEXT_HEADS)
     return [prefix + name.removeprefix("model.") for prefix in TEXT_PREFIXES]
+
+
+def places(name: str, kind: str, *, wrapped: bool = False) -> list[Place]:
+    """Returns the places that a tensor of the format `kind` may have in a folder."""
+    found = [Place(key) for key in spellings(name, wrapped=wrapped)]
+    experts = FAMILIES[kind].experts
+    joined = None if experts is None else joined_place(name, experts)
+    if joined is not None:
+        found += [joined._replace(key=key) for key in spellings(joined.key, wrapped=wrapped)]
+    return found
 
 
 def is_of_text(key: str) -> bool:

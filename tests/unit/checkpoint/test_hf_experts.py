@@ -120,6 +120,32 @@ def test_an_imported_and_exported_model_has_the_same_tensors_in_transformers(
         assert torch.equal(again.eval()(tokens).logits, theirs.eval()(tokens).logits)
 
 
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_under_the_names_of_transformers_memory_are_the_same_model(
+    kind: str, tmp_path: Path
+) -> None:
+    theirs = save_model(tmp_path / "hf", kind, **SIZES | EXPERTS[kind])
+    theirs.save_pretrained(tmp_path / "joined", save_original_format=False)
+    names = load_file(tmp_path / "joined/model.safetensors").keys()
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names)
+    model, expected = read(tmp_path / "hf")
+    again, found = read(tmp_path / "joined")
+    assert again == model
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_joined_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    theirs = save_model(tmp_path, "mixtral", **SIZES | EXPERTS["mixtral"])
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name][:-1].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name} has shape \(5, 88, 32\), but .*\(6, 88, 32\)"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("kind", WITH_BIAS)
 def test_biases_of_routers_survive_bf16(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
