@@ -32,7 +32,7 @@ from parallel3d.checkpoint.hf.families import (
 )
 from parallel3d.checkpoint.hf.layers import read_layers, wanted_layers, written_layers
 from parallel3d.checkpoint.hf.read_keys import Keys
-from parallel3d.checkpoint.hf.rope import read_rope, wanted_rope, written_rope
+from parallel3d.checkpoint.hf.rope import POSITIONS, read_rope, wanted_rope, written_rope
 from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, nearest_hint
@@ -59,7 +59,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 WHY = {"attn_logit_softcapping": ", as no attention kernel of parallel3d caps the scores"}
 # Dense families with RoPE; an export uses the first of those that contradict the fewest keys.
 _DENSE = (QWEN3, QWEN2, *(kind for kind in DENSE if kind not in (QWEN3, QWEN2, GPT2)))
-EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
+EOS = "eos_token_id"
 TYPE = "model_type"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -258,11 +258,19 @@ def _scale(model: ModelConfig, key: str) -> Any:
     return _head_scale(model) if key == "attention_scale" and value is None else value
 
 
-def to_hf(model: ModelConfig, dtype: str, like: str | None = None) -> dict[str, Any]:
+def to_hf(
+    model: ModelConfig, dtype: str, like: str | None = None, positions: int = 0
+) -> dict[str, Any]:
     """Returns the content of config.json for a model, without special tokens.
 
-    `dtype` is a word such as "fp32" or "bf16"; for `like`, see `hf_kind`. Raises UserError as
-    `hf_kind` does.
+    Args:
+        model: the model.
+        dtype: a word such as "fp32" or "bf16".
+        like: see `hf_kind`.
+        positions: least value of max_position_embeddings, which is at least the sequence length.
+
+    Raises:
+        UserError: as `hf_kind` does.
     """
     kind = hf_kind(model, like)
     family = FAMILIES[kind]
@@ -281,12 +289,14 @@ def to_hf(model: ModelConfig, dtype: str, like: str | None = None) -> dict[str, 
         activation = GPT2_ACTIVATIONS[model.activation]
         own = {"n_positions": model.max_positions, "n_inner": model.ffn_size}
         return common | dropout | own | {"activation_function": activation}
+    positions = max(model.seq_length, positions)
     keys = common | {
+        POSITIONS: positions,
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.kv_heads,
         family.activation_key: GATES[model.activation],
         **dict.fromkeys(family.dropouts, model.dropout),
-        **written_rope(model, family),
+        **written_rope(model, family, positions),
         **written_layers(model, family),
         **_written_scales(model, family),
     }

@@ -534,13 +534,11 @@ def _configs(
     ends: Callable[[Any], Any] | None,
     others: Path | None,
 ) -> dict[str, bytes]:
-    config = to_hf(model, dtype, kept.get(TYPE))
+    config = to_hf(model, dtype, kept.get(TYPE), kept.get(POSITIONS, 0))
     tokens = {} if end is None else {"bos_token_id": begin, "eos_token_id": end}
     tokens |= {key: kept[key] for key in TOKENS if key in kept}
     if ends is not None:
         tokens[EOS] = ends(tokens.get(EOS))
-    if model.position_embedding == "rope" and POSITIONS in kept:
-        config[POSITIONS] = max(model.seq_length, kept[POSITIONS])
     generation = {GENERATION: _json(tokens)} if tokens else {}
     content = config | tokens
     if others is not None:

@@ -17,6 +17,7 @@ from parallel3d.errors import UserError
 from parallel3d.models.dialect import LINEAR, LLAMA3, LONGROPE, YARN
 
 THETA, KIND, OLD_KIND = "rope_theta", "rope_type", "type"
+POSITIONS = "max_position_embeddings"
 NEW, OLD = "rope_parameters", "rope_scaling"
 ORIGINAL = "original_max_position_embeddings"
 PART, ROTARY_DIM = "partial_rotary_factor", "rotary_dim"
@@ -70,7 +71,7 @@ def read_rope(
         if beta is None:
             raise rope.error(BETA, None, "it must be a number")
         found["query_temperature"] = float(beta)
-        rope.get("max_position_embeddings", 0, int)  # the key is accepted, but has no effect
+        rope.get(POSITIONS, 0, int)  # the key is accepted, but has no effect
         if beta and "rope_original_length" not in found:
             found["rope_original_length"] = rope.get(ORIGINAL, None, int)
             if found["rope_original_length"] is None:
@@ -159,6 +160,7 @@ def _original(keys: Keys, rope: Keys, family: Family, positions: int) -> int:
     """Returns the sequence length of the model's original training."""
     inside = rope.get(ORIGINAL, positions, int)
     if family.local_base is not None:  # for these families, the top-level key has no effect
+        keys.get(ORIGINAL, 0, int)
         return int(inside)
     if family.original is not None:
         inside = family.original
@@ -240,6 +242,8 @@ def _longrope(
     }
     if original < 2 and found["rope_attention_factor"] is None:
         raise rope.error(ORIGINAL, original, "it must be at least 2")
+    if original > 1 and found["rope_attention_factor"] == longrope_attention(factor, original):
+        found["rope_attention_factor"] = None  # an export writes the default, too
     for theirs, ours in OF_LONGROPE.items():
         factors = rope.get(theirs, [], list)
         if len(factors) != turned // 2 or not all(_is_positive(one) for one in factors):
@@ -259,13 +263,18 @@ def _is_positive(value: Any) -> bool:
 _SCALINGS = {LINEAR: _linear, LLAMA3: _llama3, YARN: _yarn, LONGROPE: _longrope}
 
 
-def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys of config.json for rotary positions, for old and new transformers."""
+def written_rope(model: ModelConfig, family: Family, positions: int) -> dict[str, Any]:
+    """Returns the keys of config.json for rotary positions, for old and new transformers.
+
+    `positions` is the value of max_position_embeddings, unless the result has another one.
+    """
     scaling = _written_scaling(model)
     base = {THETA: model.rotary_base}
     keys: dict[str, Any] = dict(base)
     if scaling[KIND] != "default":  # the form of transformers before version 5
         keys[OLD] = dict(scaling)
+    if scaling[KIND] == LONGROPE:
+        keys[ORIGINAL] = model.rope_original_length  # versions before 5 read it here only
     if family.local_base is not None:
         local = base | scaling
         if model.sliding_rotary_base is not None:
@@ -279,13 +288,44 @@ def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.has_rotary_dim:
         keys[ROTARY_DIM] = int(model.head_size * model.rotary_percent)
     if family.original is not None:
-        is_scaled = scaling[KIND] != "default"
-        keys[ORIGINAL] = model.rope_original_length if is_scaled else model.seq_length
+        keys.setdefault(ORIGINAL, positions)
+        if scaling[KIND] == LONGROPE:
+            keys |= _as_phi3(model, positions)
     if family.has_temperature:
         scaling = scaling | {BETA: model.query_temperature, ORIGINAL: model.rope_original_length}
         if OLD in keys:  # rope_scaling replaces rope_parameters, so it needs all keys
             keys[OLD] = base | scaling
     return keys | {NEW: base | scaling}
+
+
+def _as_phi3(model: ModelConfig, positions: int) -> dict[str, Any]:
+    """Returns the keys of Phi-3's LongRoPE as all versions of transformers read them, if possible.
+
+    Versions before 5 take no more than three keys in rope_scaling. The attention factor then
+    follows from the maximum length over the original one. A model with another attention factor has
+    further keys, which these versions refuse.
+    """
+    original, factor = model.rope_original_length, model.rope_scaling_factor
+    whole = round(factor * original)
+    if math.isclose(whole, factor * original) and whole >= model.seq_length:
+        positions = whole
+    usual = longrope_attention(max(1.0, positions / original), original)
+    found: dict[str, Any] = {POSITIONS: positions}
+    if math.isclose(_attention_of(model), usual, rel_tol=1e-9):
+        lists = {theirs: getattr(model, ours) for theirs, ours in OF_LONGROPE.items()}
+        found[OLD] = {OLD_KIND: LONGROPE, **lists}
+    return found
+
+
+def _attention_of(model: ModelConfig) -> float:
+    given = model.rope_attention_factor
+    usual = longrope_attention(model.rope_scaling_factor, model.rope_original_length)
+    return usual if given is None else given
+
+
+def longrope_attention(factor: float, original: int) -> float:
+    """Returns LongRoPE's default of the attention factor."""
+    return math.sqrt(1.0 + math.log(factor) / math.log(original))
 
 
 def _is_scaled(model: ModelConfig) -> bool:
@@ -304,7 +344,9 @@ def _written_scaling(model: ModelConfig) -> dict[str, Any]:
     if kind == LINEAR:
         return found
     found[ORIGINAL] = model.rope_original_length
-    if model.rope_attention_factor is not None:
+    if kind == LONGROPE:  # versions before 5 have another default
+        found[ATTENTION] = _attention_of(model)
+    elif model.rope_attention_factor is not None:
         found[ATTENTION] = model.rope_attention_factor
     more = OF_YARN if kind == YARN else OF_LONGROPE
     return found | {theirs: getattr(model, ours) for theirs, ours in more.items()}

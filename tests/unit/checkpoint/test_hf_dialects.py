@@ -9,6 +9,7 @@ import pytest
 
 from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
 from parallel3d.checkpoint.hf.names import hf_tensors
+from parallel3d.checkpoint.hf.rope import longrope_attention
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
 
@@ -277,3 +278,35 @@ def test_dialects_without_counterpart_are_refused_by_their_key(
         from_hf(SIZES | config)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kept", [0, 1024])
+def test_longrope_has_the_form_that_transformers_4_and_5_read(kept: int) -> None:
+    """transformers 4.57 refuses a fourth key, and reads the other values at the top level."""
+    model = replace(FAMILIES["phi3"], seq_length=24)
+    assert model.rope_scaling_factor * model.rope_original_length >= model.seq_length
+    config = to_hf(model, "fp32", "phi3", kept)
+    assert sorted(config["rope_scaling"]) == ["long_factor", "short_factor", "type"]
+    assert config["rope_scaling"]["type"] == "longrope"
+    assert config["original_max_position_embeddings"] == model.rope_original_length
+    positions = config["max_position_embeddings"]
+    assert positions == model.rope_scaling_factor * model.rope_original_length
+    for form in ({}, {"rope_scaling": None}):  # without it, version 5 reads rope_parameters
+        found = from_hf(config | form)[1] | {"seq_length": 24, "name": model.name}
+        assert replace(model, **found) == model
+
+
+def test_another_attention_factor_needs_the_form_of_transformers_5() -> None:
+    model = replace(FAMILIES["phi3"], rope_attention_factor=1.7)
+    config = to_hf(model, "fp32", "phi3")
+    assert config["rope_scaling"]["attention_factor"] == 1.7  # refused before version 5, not lost
+
+
+def test_longrope_of_other_families_gives_the_lengths_and_factors_of_both_versions() -> None:
+    lists = {"rope_short_factors": [1.0, 1.5] * 2, "rope_long_factors": [2.0, 3.5] * 2}
+    model = replace(LLAMA, **LONGROPE | lists)
+    config = to_hf(model, "fp32", "llama")
+    assert config["original_max_position_embeddings"] == model.rope_original_length
+    usual = longrope_attention(model.rope_scaling_factor, model.rope_original_length)
+    assert config["rope_scaling"]["attention_factor"] == usual
+    assert replace(model, **from_hf(config)[1] | {"name": model.name}) == model
