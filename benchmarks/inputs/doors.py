@@ -3,7 +3,9 @@ answer.
 
 The other fuzzers check that an input is accepted or refused in a sentence. Here each input carries
 its right answer: to accept one as something else is wrong, and so is to refuse an input that is
-common in practice. The exit code is 1 if any is wrong.
+common in practice. The exit code is 1 if any is wrong. The report also counts the inputs that are
+valid by the rules of their reference (transformers, Hydra, Slurm, datasets), and those of them that
+are refused.
 
     python -m benchmarks.doors [--seed 0] [--count 2000] [--door NAME …] [--json FILE] [--show]
 """
@@ -25,6 +27,8 @@ from pathlib import Path
 
 from benchmarks.inputs import door_inputs
 from benchmarks.inputs.door_inputs.answers import RIGHT, SENTENCE, WRONG, Input, outcome
+
+VALID, REFUSED = "valid", "of these refused"
 
 
 def doors() -> list[str]:
@@ -50,7 +54,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="prints all inputs")
     chosen = parser.parse_args()
     counts: dict[str, Counter[str]] = {}
-    wrong = []
+    wrong, refused = [], []
     for index, door in enumerate(chosen.door):
         share = chosen.count // len(chosen.door) + (index < chosen.count % len(chosen.door))
         counts[door] = Counter()
@@ -58,16 +62,26 @@ def main() -> int:
             for given in itertools.islice(inputs(door, chosen.seed, Path(folder)), share):
                 end = outcome(given)
                 counts[door][end.kind] += 1
+                if given.is_valid:
+                    counts[door][VALID] += 1
+                    counts[door][REFUSED] += end.is_refused
+                    if end.is_refused:
+                        refused.append({"door": door, "input": given.text, "words": end.words})
                 if end.kind == WRONG:
                     wrong.append({"door": door, "input": given.text, "words": end.words})
                 if end.kind == WRONG or chosen.show:
                     print(f"{door}: {given.text}\n    {end.kind}: {reprlib.repr(end.words)}")
     print(f"seed {chosen.seed}")
     for door, count in counts.items():
-        print(f"{door:12}", *(f"{count[kind]:6} {kind}" for kind in (RIGHT, SENTENCE, WRONG)))
+        kinds = (RIGHT, SENTENCE, WRONG, VALID, REFUSED)
+        print(f"{door:12}", *(f"{count[kind]:6} {kind}" for kind in kinds))
+    total = sum(counts.values(), Counter())
+    print(f"{total[REFUSED]:,} of {total[VALID]:,} valid inputs are refused")
     if chosen.json:
         totals = {door: dict(count) for door, count in counts.items()}
-        chosen.json.write_text(json.dumps({"counts": totals, "wrong": wrong}, indent=1))
+        chosen.json.write_text(
+            json.dumps({"counts": totals, "wrong": wrong, "refused": refused}, indent=1)
+        )
     return 1 if wrong else 0
 
 

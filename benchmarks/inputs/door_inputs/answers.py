@@ -28,13 +28,20 @@ class Input:
     Attributes: text: the input as a person would type or see it, for the report. take: passes it to
     the door; returns the door's reading, or raises UserError. right: the right reading; REFUSAL if
     only a sentence is right. common: whether the input is common in practice, so that a refusal is
-    wrong.
+    wrong. accepted: whether the reference itself (transformers, Hydra, Slurm, datasets) takes an
+    input that may be refused here; all with a right reading are accepted by it.
     """
 
     text: str
     take: Callable[[], object]
     right: object
     common: bool = False
+    accepted: bool = False
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the input is valid by the rules of its reference."""
+        return self.accepted or self.right is not REFUSAL
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Outcome:
 
     kind: str
     words: str
+    is_refused: bool = False
 
 
 def outcome(given: Input) -> Outcome:
@@ -51,8 +59,9 @@ def outcome(given: Input) -> Outcome:
         taken = given.take()
     except UserError as error:
         if given.common:
-            return Outcome(WRONG, f"refused, although it is {given.right!r}: {error}")
-        return Outcome(SENTENCE, str(error))
+            words = f"refused, although it is {given.right!r}: {error}"
+            return Outcome(WRONG, words, is_refused=True)
+        return Outcome(SENTENCE, str(error), is_refused=True)
     except Exception as error:
         return Outcome(WRONG, f"{type(error).__name__}: {error}")
     if given.right is REFUSAL or taken != given.right:
