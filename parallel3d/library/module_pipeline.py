@@ -50,8 +50,9 @@ class Pipeline(nn.Module):
         weight: function of a micro-batch's targets that returns the number by which loss_fn divides
             its sum, for a loss_fn that ignores some targets: `lambda targets: (targets !=
             -100).sum()`. The loss is then the mean over all counted targets of the batch, and the
-            gradients are those of the mean over all replicas. If it is None, all micro-batches have
-            the same weight.
+            gradients are those of the mean over all replicas. If it is None, it follows from
+            loss_fn where that is torch's cross_entropy or nll_loss, as a function, module or
+            partial; for another loss_fn, all micro-batches have the same weight.
         schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
         num_microbatches: number of micro-batches in a batch.
         vpp: number of stages of each rank; None stands for 2 if the schedule needs several, else 1.
@@ -106,7 +107,7 @@ class Pipeline(nn.Module):
         self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
         self.programs = self.schedule.program(), self.schedule.forwards()
         self.loss_fn = loss_fn
-        self.weight = weight
+        self.weight = weight or divisor_of(loss_fn)
         self.num_modules = len(modules)
         self.shared_memory = shared_memory
         self.timeout_s = timeout_s
@@ -169,8 +170,8 @@ class Pipeline(nn.Module):
 
         Raises:
             UserError: on every rank, if num_microbatches does not divide the batch, or if shapes
-                differ between micro-batches; without `weight`, also if loss_fn has class weights,
-                or if the numbers of ignored targets differ between micro-batches.
+                differ between micro-batches; without `weight` also, if loss_fn is not torch's own,
+                if the numbers of ignored targets differ between micro-batches.
             RuntimeError: another rank or another replica failed, so the gradients are incomplete.
                 The failed rank itself raises its modules' exception.
         """
@@ -289,8 +290,6 @@ class Pipeline(nn.Module):
             if self.is_last and wants_targets:
                 ys = cut(targets, count, "targets")
                 if self.weight is None:
-                    if count * self.dp.size > 1:
-                        refuse_class_weights(self.loss_fn)
                     refuse_uneven(ys, self.loss_fn, self.dp.size)
                 else:
                     weights = weights_of(self.weight, ys)
@@ -639,16 +638,24 @@ def options_of(loss_fn: LossFn | None) -> tuple[Any, dict[str, Any]]:
     return loss_fn, named
 
 
-def refuse_class_weights(loss_fn: LossFn | None) -> None:
-    """Raises UserError for a loss that divides by the class weights of its targets."""
+def divisor_of(loss_fn: LossFn | None) -> Weight | None:
+    """Returns the function that gives the number by which torch's own mean of a loss divides.
+
+    Returns None for any other loss_fn, which may divide by something else.
+    """
     function, named = options_of(loss_fn)
     by_class = isinstance(function, MEANS_BY_CLASS) or function in (F.cross_entropy, F.nll_loss)
-    if by_class and named.get("weight") is not None and named.get("reduction", "mean") == "mean":
-        raise UserError(
-            "the loss_fn of a Pipeline has class weights, so each micro-batch is divided by its "
-            "own sum of them, and the mean of these means is not the batch's mean; give "
-            "Pipeline(weight=lambda targets: class_weights[targets].sum()) too"
-        )
+    if not by_class or named.get("reduction", "mean") != "mean":
+        return None
+    ignored, of_class = named.get("ignore_index", IGNORED), named.get("weight")
+
+    def divisor(targets: Tensor) -> Tensor:
+        if not is_whole(targets.dtype):  # probabilities of the classes, none of which is ignored
+            return torch.ones(())
+        kept = targets[targets != ignored]
+        return torch.tensor(len(kept)) if of_class is None else of_class[kept].sum()
+
+    return divisor
 
 
 def refuse_uneven(

@@ -159,7 +159,7 @@ def said(pipe: p3d.Pipeline, x: Tensor, y: Tensor) -> str:
 def test_means_that_would_be_wrong_are_refused_on_every_rank(pool: Pool) -> None:
     wanted = [
         *(case[5] for case in CASES),
-        *["the loss_fn of a Pipeline has class weights"] * 2,
+        *("", ""),  # torch's own divisor is known
         "Pipeline(weight=…) reads the targets of loss_fn",
         *("", HOLD),  # also in a later step
     ]

@@ -49,7 +49,8 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
             f"{'class weights, ' * by_class}{'weight=' if weight else 'no weight='}"
         )
         take = partial(_taken, x, y, count, loss_fn, weight)
-        yield Input(text, take, right, common=not masked or weight is not None)
+        known = loss_name != "flat lambda"  # torch's own function or module
+        yield Input(text, take, right, common=known or not masked or weight is not None)
 
 
 def _mask(rng: random.Random, y: Tensor, how: str, ignored: int) -> None:
