@@ -122,7 +122,7 @@ def test_an_export_is_the_imported_folder_even_if_that_is_gone(
     config = json.loads(Path("hf/config.json").read_text())
     assert checkpoint(["import", "from=hf", "run=t"]) == 0
     said = capsys.readouterr().err
-    assert "proven: the logits of 24 tokens" in said
+    assert "proven: the logits of " in said
     assert "its text model is trained" in said
     shutil.rmtree("hf")
     assert checkpoint(["export", "run=t", "to=out"]) == 0
