@@ -279,7 +279,7 @@ class Given:
 
     def sentences(self) -> list[str]:
         # Lines that each start prints, with its device and the files of a folder that it reads.
-        usual = ("resumes at step", "no checkpoint yet", "stopped by", "device: ", ": text: ")
+        usual = ("resumes at step", "is a new run", "stopped by", "device: ", ": text: ")
         lines = [line for line in self.err.splitlines() if line.startswith("parallel3d: ")]
         return [line for line in lines if not any(word in line for word in usual)]
 

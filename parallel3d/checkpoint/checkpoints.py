@@ -329,7 +329,10 @@ class Checkpoints:
                     f"run={self.config.run} has no intact checkpoint: choose another run="
                 )
             if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
-                self.say(f"run={self.config.run} has no checkpoint yet: it starts over at step 1")
+                self.say(
+                    f"run={self.config.run} is a new run: it has no checkpoint yet and starts over "
+                    "at step 1"
+                )
         if self.config.train.eval_only:
             return first_step  # an evaluation saves nothing
         saver = self._prepare_saver()

@@ -6,6 +6,7 @@ are refused before anything is written.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import socket
@@ -123,7 +124,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     the user's input is invalid, and 128 + n if signal n stopped the command.
     """
     prepare_streams()
-    arguments = _without_marks(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(_without_marks(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError:  # a refusal was written to a pipe, as in `2>&1 | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        code = _reader_gone()
+    try:
+        sys.stdout.flush()  # a failing flush at exit would print lines of Python
+    except OSError as error:
+        gone = _reader_gone()
+        if isinstance(error, BrokenPipeError):
+            return code or gone
+        if not code:
+            print_line(readable(full_stop(f"output cannot be written: {reason(error)}")))
+        return code or FAILED
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    """Runs a command line; returns its exit code. Output may be left in the buffer."""
     try:
         if not arguments or arguments[0] in ("help", *HELP):
             names = arguments[1:] if arguments[:1] == ["help"] else []
@@ -155,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
+        if error.errno == errno.ENOSPC and not what:
+            what = "output cannot be written: "
         print_line(readable(full_stop(f"{what}{reason(error)}")))
         return FAILED
     except SystemExit as stop:
@@ -220,6 +241,8 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
     except Exception as error:
         # While it composes, Hydra may also raise errors such as OverflowError for a user's value.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise
+        if isinstance(error, OSError) and error.filename is None:  # output failed, as of --cfg job
             raise
         if wants_traceback:
             traceback.print_exc()

@@ -117,12 +117,14 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
 
 @contextmanager
 def refusing(command: str) -> Iterator[None]:
-    """Turns OSError and MemoryError of a block into UserError.
+    """Turns OSError and MemoryError of a block into UserError, except that the reader is gone.
 
     `command` is the command with its verb, such as "checkpoint ls".
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
         where = plain(f"{os.fsdecode(error.filename)}: ") if error.filename else ""
         raise UserError(f"{command}: {where}{reason(error)}") from None

@@ -47,6 +47,7 @@ from parallel3d.comm.step_timer import WARMUP_STEPS
 from parallel3d.files import flush_folder, new_file, no_link, replace_durably, write_all
 from parallel3d.text import count
 
+METRICS = "metrics.jsonl"  # the file in a run's directory
 COUNTS = "expert_counts"
 # Entries that a step's line always has.
 STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s")

@@ -25,6 +25,7 @@ from parallel3d.errors import UserError, first_line
 from parallel3d.metrics import screen
 from parallel3d.metrics.jsonl import (
     COUNTS,
+    METRICS,
     STEP,
     MetricsFile,
     Score,
@@ -133,7 +134,7 @@ class Recorder:
         self._length = self.length or Length.of_run(config)
         begun = self.clock() if self.begun is None else self.begun
         self._account = Account(starts_of(run_dir / STARTS), begun)
-        path = run_dir / "metrics.jsonl"
+        path = run_dir / METRICS
         samples = self._length.sizes.samples(self.first_step - 1)
         self._tokens = samples * config.model.seq_length
         try:
@@ -456,7 +457,7 @@ class Recorder:
         }
 
     def _paths(self) -> dict[str, str]:
-        files = ["metrics.jsonl", "config.yaml", "summary.json"]
+        files = [METRICS, "config.yaml", "summary.json"]
         # schedule.timeline, profile.steps and logger=tensorboard create these.
         others = ("timeline.svg", "profile", TENSORBOARD)
         files += [name for name in others if (self.run_dir / name).exists()]

@@ -104,3 +104,57 @@ def test_characters_that_a_stream_cannot_encode_become_question_marks(tmp_path: 
     code = "from parallel3d.host.processes import *\nprepare_streams()\nprint('2 × 3 · ü…')"
     ended = run(f"import sys; sys.stdout.reconfigure(encoding='ascii')\n{code}", tmp_path)
     assert (ended.stdout, ended.stderr) == ("2 ? 3 ? ??\n", "")
+
+
+# Runs commands in forks of one process, with an unwritable standard output, and prints their codes.
+COMMANDS = """
+import os, sys
+from parallel3d.cli.command_line import main as run
+for words in sys.argv[2:]:
+    child = os.fork()
+    if child == 0:
+        if sys.argv[1] == "pipe":
+            reading, output = os.pipe()
+            os.close(reading)
+        else:
+            output = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(output, 1)
+        sys.exit(run(words.split()))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+PRINTING = [
+    "help",
+    "--version",
+    "help train",
+    "train --help",
+    "train --cfg job",
+    "train --hydra-help",
+    "checkpoint ls --help",
+    "recipes",
+    "report --help",
+    "schedule pp=2",
+    "topology tp=2",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("output", "code"), [("pipe", 141), ("full", 1)])
+def test_a_command_that_cannot_print_ends_quietly_or_in_a_sentence(
+    output: str, code: int, unbuffered: str, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMANDS, output, *PRINTING],
+        cwd=tmp_path,
+        env=dict(os.environ, PYTHONUNBUFFERED=unbuffered),
+        capture_output=True,
+        text=True,
+    )
+    said = ended.stderr.splitlines()
+    codes = dict(zip(PRINTING, map(int, ended.stdout.split()), strict=True))
+    if output == "pipe":
+        assert (codes, said) == (dict.fromkeys(PRINTING, code), [])
+    else:
+        assert {*codes.values()} <= {1, 2} and len(said) == len(PRINTING), (codes, said)
+        assert all(line.startswith("parallel3d: ") and "No space left" in line for line in said)
