@@ -7,7 +7,7 @@ sequence, hidden); under sequence parallelism the residual stream has sequence/t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -68,6 +68,12 @@ if TYPE_CHECKING:
 # Number of blocks in a compiled graph: enough to make the cost of entering a graph (0.4 ms
 # measured) negligible, and few enough to compile a deep stage in seconds.
 GRAPH_BLOCKS = 8
+# Number of different graphs of a stage. With more, each block is a graph of its own, because a
+# compilation takes seconds.
+MOST_GRAPHS = 4
+# Number of times that Dynamo may compile a graph: with gradients and without, with and without
+# documents, for the lengths of a batch. Beyond its limit, Dynamo ends the run.
+VARIANTS = 8
 
 
 class Attention(nn.Module):
@@ -230,6 +236,13 @@ class TransformerBlock(nn.Module):
         y = self.mlp(x, norm) if choice is None else self.mlp(x, norm, choice, balance)
         return x + self.added_by_mlp(y, samples, documents)
 
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """Returns what distinguishes blocks whose compiled code differs: first their attention."""
+        attention, experts = self.attention, isinstance(self.mlp, MixtureOfExperts)
+        parts = frozenset(attention.recompute), self.recompute, self.keeps_norms
+        return attention.window, attention.rope, experts, *parts
+
     def added_by_attention(
         self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
@@ -278,6 +291,23 @@ class TransformerBlock(nn.Module):
             x, normed = norm.add(x, y)
             return x, lambda _: normed
         return x if y is None else x + y, norm
+
+
+def graph_size(kinds: Sequence[Hashable], pattern: Sequence[Hashable]) -> int:
+    """Returns the number of blocks in each compiled graph of a stage.
+
+    A graph has whole periods of the pattern, so that graphs are equal and share their code. If
+    there is no period and the graphs would be many, each block is a graph.
+
+    Args:
+        kinds: the kind of each block; blocks of a kind share their code.
+        pattern: the kind of each block's attention.
+    """
+    lengths = range(1, len(pattern) + 1)
+    period = next((n for n in lengths if pattern[n:] == pattern[: len(pattern) - n]), 1)
+    size = GRAPH_BLOCKS // period * period or GRAPH_BLOCKS
+    graphs = {tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)}
+    return size if len(graphs) <= MOST_GRAPHS else 1
 
 
 def _run_blocks(
@@ -369,9 +399,8 @@ class Stage(nn.Module):
         self.switches = tuple(rope_switch(model, rope) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
-        # A graph has whole periods of `layer_types`, so that graphs are equal and share their code.
-        period = len(model.layer_types) or 1
-        self.graph_blocks = GRAPH_BLOCKS // period * period or GRAPH_BLOCKS
+        kinds = [block.kind for block in self.blocks.values()]
+        self.graph_blocks = graph_size(kinds, [kind[:2] for kind in kinds])
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
         self.device = ctx.init.device
 
@@ -384,6 +413,16 @@ class Stage(nn.Module):
     def switch(self) -> int | None:
         """The length up to which documents have other rotary positions, or None without such."""
         return next((switch for switch in self.switches if switch is not None), None)
+
+    def graphs(self) -> list[slice]:
+        """Returns the places of the blocks of each graph.
+
+        Offloaded layers are moved one at a time, so each of them is a graph of its own.
+        """
+        count, begin = len(self.layers), max(self.offloaded, self.without_backward)
+        cuts = [*range(self.offloaded), *range(self.offloaded, begin, self.graph_blocks)]
+        cuts += range(begin, count, self.graph_blocks)
+        return [slice(*ends) for ends in zip(cuts, [*cuts[1:], count], strict=False)]
 
     def positions_and_documents(
         self, batch: int, length: int, documents: Documents | None = None
@@ -447,12 +486,9 @@ class Stage(nn.Module):
         positions, documents = self.positions_and_documents(batch, length * self.divided, documents)
         blocks = list(self.blocks.items())
         shared = positions, samples, documents
-        # Offloaded layers are moved one at a time, so each is a graph of its own.
-        begin = max(self.offloaded, self.without_backward)
-        cuts = [*range(self.offloaded), *range(self.offloaded, begin, self.graph_blocks)]
-        cuts += range(begin, len(blocks), self.graph_blocks)
-        for i, end in zip(cuts, [*cuts[1:], len(blocks)], strict=False):
-            graph = blocks[i:end]
+        for part in self.graphs():
+            i, end = part.start, part.stop
+            graph = blocks[part]
             for name, _ in graph:
                 self.pre_forward(f"layers.{name}")
             frozen = i < self.without_backward
@@ -500,13 +536,16 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     every micro-batch, and their choice must not be recomputed. Gradients of the linear layers go to
     their buckets (see `tensor_parallel.linear_ops`); only under FSDP2 do they go to `.grad`.
 
+    Dynamo's limit on the compilations of a function is set to what these stages need.
+
     Args:
         saves_operands: whether weight gradients may be deferred (see `shared_inductor`).
     """
-    options: dict[str, bool] = {}
+    options: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch after 2.11
         # With this option models of other shapes in this process do not count as recompilations.
         options["isolate_recompiles"] = True
+        options["recompile_limit"] = VARIANTS * different_graphs(stages)
     backend = without_inplace_reuse if saves_operands else shared_inductor
     # The annotation is needed, because the overloads of `torch.compile` differ between versions.
     torch_compile: Callable[..., Callable[..., Any]] = torch.compile
@@ -530,6 +569,16 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
         for layer in stage.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 layer.handle = register(layer)
+
+
+def different_graphs(stages: Sequence[Stage]) -> int:
+    """Returns how many different graphs the blocks of these stages are compiled as."""
+    found = set()
+    for stage in stages:
+        kinds = [block.kind for block in stage.blocks.values()]
+        found |= {tuple(kinds[part]) for part in stage.graphs()}
+        found |= {(kind,) for kind in kinds}  # with FSDP2 or experts, blocks are compiled alone
+    return len(found)
 
 
 # The rest of this file decodes one sequence, one token at a time, on tensor-parallel ranks and
