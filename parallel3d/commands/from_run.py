@@ -6,12 +6,15 @@ The module does not import torch.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import check_ema, find_checkpoint, find_run, run_names
 from parallel3d.commands.evaluate.rows import take_rows
@@ -21,7 +24,7 @@ from parallel3d.config.fields import with_values
 from parallel3d.config.schema import Config
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.tokenizer import FOLDER, check_vocabulary, tokenizer_of
-from parallel3d.errors import UserError, first_line, print_line
+from parallel3d.errors import UserError, closest, first_line, print_line
 from parallel3d.host.devices import check_numerics, choose_device
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
@@ -30,9 +33,12 @@ from parallel3d.topology.assumptions import check_free
 GENERATE, EVAL = "generate", "eval"
 # Keys that the command line may set; all others come from the run.
 MAY_BE_SET = {
-    GENERATE: ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*"),
+    GENERATE: (
+        *("run", "runs_dir", "prompt", "tp", "pp", "ep", "device", "seed"),
+        *("generate.*", "launch.*"),
+    ),
     EVAL: (
-        *("run", "runs_dir", "tp", "cp", "context_parallel.*", "pp", "dp", "device"),
+        *("run", "runs_dir", "tp", "cp", "context_parallel.*", "pp", "dp", "ep", "device"),
         *("eval.*", "launch.*"),
     ),
 }
@@ -75,7 +81,9 @@ def config_from_run(
     dp = 1
     if app == EVAL:
         dp = config.dp or max(1, (world_size or 1) // config.replica_size)
-    config = of_run(app, dataclasses.replace(config, dp=dp), world_size)
+    keys = {word.partition("=")[0].lstrip("+~") for word in overrides}
+    ep = config.ep if "ep" in keys else None
+    config = of_run(app, dataclasses.replace(config, dp=dp), world_size, ep=ep)
     if app == EVAL:
         _check_rows(config.eval)
     keys = config.eval if app == EVAL else config.generate
@@ -102,6 +110,7 @@ def _check_rows(keys: EvalConfig) -> None:
 def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     """Runs `app` on a checkpoint of a run, on all ranks of the layout. Returns the exit code."""
     device = choose_device(config.device, config.world_size)
+    print_line(weights_line(config))
     check_numerics(device.kind, config.precision.name, os.environ)
     # Reports of failures go to a temporary folder, so that nothing is added to the run directory.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
@@ -114,11 +123,34 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     return code
 
 
-def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> CommandConfig:
+def weights_line(config: CommandConfig) -> str:
+    """Returns a line with the bytes of weights on the fullest rank, and a way to have fewer."""
+    blueprint, element = Blueprint.of(config), 8 if config.precision.name == "fp64" else 4
+    held = [
+        stage_parameters(config.model, config.tp, s.layers, s.first, s.last, ep=config.ep)
+        for s in blueprint.stages
+    ]
+    most = max(sum(parameter.numel for parameter in stage) for stage in held) * element
+    divided = f", experts over ep={config.ep}" if config.model.num_experts else ""
+    return (
+        f"weights: {most / 1e9:.3g} GB in fp{8 * element} on the fullest rank of tp={config.tp} × "
+        f"pp={config.pp}{divided}; a larger tp or pp divides them further"
+    )
+
+
+def of_run(
+    app: str, config: CommandConfig, world_size: int | None = None, *, ep: int | None = None
+) -> CommandConfig:
     """Returns the checked configuration with the model and the tokenizer of the run.
 
-    `world_size` is the number of ranks that a launcher started, or None without a launcher. Raises
-    UserError if there is no such run, or if its model does not fit the other keys.
+    Args:
+        app: the subcommand.
+        config: the configuration from the command line.
+        world_size: number of ranks that a launcher started, or None without a launcher.
+        ep: number of ranks over which experts are divided; None: as many as possible of tp × cp.
+
+    Raises:
+        UserError: if there is no such run, or if its model does not fit the other keys.
     """
     run = _config_there(app, config.runs_dir, config.run)
     # The path is absolute, so that ranks with another working directory can open it.
@@ -126,7 +158,16 @@ def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> Co
     tokenizer = tokenizer_of(run.data, own.parent)
     check_vocabulary(tokenizer, run.model.vocab_size)
     name = str(own.absolute()) if own.is_dir() else tokenizer.name
+    # Ranks of dp score rows of their own, so only the ranks of a sequence can share experts.
+    shared = config.tp * config.cp
+    if ep is not None and shared % ep:
+        near = closest(ep, lambda n: shared % n == 0 == run.model.num_experts % n, shared) or 1
+        raise UserError(
+            f"ep={ep} must divide tp · cp={shared} in {app}, as other ranks have other rows; the "
+            f"nearest is ep={near}"
+        )
     values = {
+        "ep": math.gcd(shared, run.model.num_experts or 1) if ep is None else ep,
         # `check_config` demands sp for experts with tp; decoding itself never uses it.
         "sp": run.model.num_experts > 0 and config.tp > 1,
         "micro_batch_size": 1,

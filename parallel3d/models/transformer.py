@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
+from parallel3d.blueprint.dispatch import GATHER
 from parallel3d.comm.exchange import transfer
 from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.attention import ContextParallel
@@ -602,6 +603,8 @@ def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.devic
         attention_kernel=choose_kernel(blueprint, device),
         cp=groups.cp,
         cp_style=blueprint.layer.cp_style,
+        ep=groups.ep,
+        dispatch=GATHER,  # every rank of ep has equally many tokens
     )
     [stage] = blueprint.stages_of(groups.pp.index)
     return Stage(blueprint.model, stage.layers, stage.first, stage.last, context)

@@ -94,7 +94,7 @@ def test_many_layers_without_a_period_train_compiled() -> None:
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             stage(hidden(), *NOTHING)
-    assert len(traced) == 4
+    assert len(traced) <= 8  # not one for each of 80 layers
 
 
 def test_stages_of_one_rank_that_begin_anywhere_in_a_pattern_raise_dynamos_limit() -> None:
