@@ -66,8 +66,9 @@ FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False),
 # values count as missing.
 _NOT_TEXT = "image images video videos audio audios"
 _LEARNING = (
-    "weights loss_weight loss_scale loss_mask mask masked mask_loss trainable train_detail "
-    "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks "
+    "weights loss_weight loss_scale loss_mask loss_masks mask masked mask_loss trainable "
+    "train_detail training_detail train_on_input train_on_inputs train_on_turn should_train "
+    "assistant_masks "
     "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
 # A message's key that contains one of these words is taken to be about learning.
@@ -80,7 +81,9 @@ _SYSTEMS = (
     "system_message system_msg system_instruction system_instructions sys sys_prompt sysprompt "
     "developer_message"
 )
-_TOOLS = "available_tools tools_json tool_list tools_list tool_definitions tool_schemas tool_defs"
+_TOOLS = (
+    "tool available_tools tools_json tool_list tools_list tool_definitions tool_schemas tool_defs"
+)
 _OPTIONS = "enable_thinking reasoning_effort thinking_budget thinking_mode add_generation_prompt"
 _OTHER_THOUGHTS = "thought thoughts think cot chain_of_thought rationale reasoning_text"
 
@@ -106,7 +109,7 @@ REFUSED_OF_MESSAGES = {
     **_each(_OTHER_THOUGHTS, f"thoughts belong in {THOUGHTS[0]}"),
     **_each("prefix partial", "an answer that is to be continued cannot be learned"),
     **_each(f"tools functions documents {KWARGS}", f"it belongs in the row, next to {MESSAGES}"),
-    "refusal": "words to learn belong in content",
+    **_each("refusal contents", "words to learn belong in content"),
     **_each("channel recipient end_turn", "remove it, or use a chat template that reads it"),
 }
 _NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # refused even if a template reads them
@@ -119,7 +122,33 @@ _ARGUMENTS = (
     "truncation max_length sanitize_control_tokens tokenizer_kwargs"
 )
 RESERVED = frozenset(_ARGUMENTS.split())
-CLOSE = 0.88  # difflib's ratio for a difference of one letter in eight
+# TRL's rows with the messages before the answer and those of the answer, which alone is learned.
+PROMPT, COMPLETION = "prompt", "completion"
+# Rows of other formats: keys, what a row with them is, and jq's filter that makes messages of it.
+_PAIR = '{messages: [{role: "user", content: %s}, {role: "assistant", content: %s}]}'
+OTHER_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("chosen", "rejected"),
+        "preferences, of which only one answer can be learned",
+        "{messages: .chosen}",
+    ),
+    (
+        (PROMPT, COMPLETION),
+        "texts, which no chat template is meant for",
+        _PAIR % (".prompt", ".completion"),
+    ),
+    (
+        ("instruction", "output"),
+        "Alpaca's instructions",
+        _PAIR
+        % (
+            '(.instruction + (if (.input // "") == "" then "" else "\\n\\n" + .input end))',
+            ".output",
+        ),
+    ),
+    ((PROMPT, "response"), "texts", _PAIR % (".prompt", ".response")),
+    (("question", "answer"), "questions with answers", _PAIR % (".question", ".answer")),
+)
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Options for which false counts as missing; for other keys, false may have a meaning.
 SWITCHES = ("prefix", "partial", "end_turn", "continue_final_message", "add_generation_prompt")
@@ -239,20 +268,24 @@ def read_row(row: Any) -> Row:
     if not isinstance(row, dict):
         raise Refused("is not an object")
     listed = [name for name in LISTS if row.get(name) is not None]
-    if not listed:
+    parts = [row.get(PROMPT), row.get(COMPLETION)]
+    is_split = not listed and all(isinstance(part, list) for part in parts)
+    if not listed and not is_split:
         raise Refused(_without_messages(row))
-    turns = row[listed[0]]
+    turns = parts[0] + parts[1] if is_split else row[listed[0]]
     tools = _tools(row)
     unread = set(listed[1:])
     if isinstance(turns, str):
         turns = _spelled(turns, list, listed[0])
     if not isinstance(turns, list) or not all(isinstance(m, dict) for m in turns):
-        raise Refused(f"has {listed[0]}, which must be a list of objects")
-    known = {*LISTS, *SYSTEMS, TOOLS, FUNCTIONS, DOCUMENTS, KWARGS, *LEARNED}
+        named = f"{PROMPT} and {COMPLETION}" if is_split else listed[0]
+        raise Refused(f"has {named}, which must be a list of objects")
+    split = {PROMPT, COMPLETION} if is_split else set()
+    known = {*split, *LISTS, *SYSTEMS, TOOLS, FUNCTIONS, DOCUMENTS, KWARGS, *LEARNED}
     for key, value in row.items():
         if key in known or _is_empty(key, value):
             continue
-        _check_not_close(key, known, REFUSED_OF_ROWS, "")
+        _check_not_meant(key, known, REFUSED_OF_ROWS, "")
         if key == LABEL and isinstance(value, bool):
             raise Refused(
                 f"has {LABEL}={show(value)}, but preferred and rejected rows are not distinguished"
@@ -266,7 +299,7 @@ def read_row(row: Any) -> Row:
     for number, turn in enumerate(turns, 1):
         message, is_learned = _message(turn, number, optional)
         messages.append(message)
-        learned.append(is_learned)
+        learned.append(is_learned and not (is_split and number <= len(parts[0])))
     more = {} if row.get(KWARGS) in EMPTY else _spelled(row[KWARGS], dict, KWARGS)
     if taken := RESERVED & more.keys():
         raise Refused(f"has {min(taken)} in {KWARGS}, where it cannot be given")
@@ -292,6 +325,12 @@ def read_row(row: Any) -> Row:
 
 
 def _without_messages(row: Mapping[str, Any]) -> str:
+    for names, kind, jq in OTHER_FORMATS:
+        if all(row.get(name) is not None for name in names):
+            return (
+                f"has no {MESSAGES}; its {' and '.join(names)} are {kind}: "
+                f"`jq -c '{jq}' FILE > NEW.jsonl` makes {MESSAGES} of them"
+            )
     close = nearest(MESSAGES, [key for key in row if key != MESSAGES])
     if close:
         return f"has no {MESSAGES}; the nearest key is {show(plain(close))}"
@@ -307,15 +346,10 @@ def _is_empty(key: str, value: Any) -> bool:
     return value in EMPTY or (value is False and key in SWITCHES)
 
 
-def _check_not_close(key: str, known: Collection[str], refused: Mapping[str, str], of: str) -> None:
-    """Raises Refused for a key of `refused`, and for a likely misspelling of a known key."""
-    import difflib
-
-    names = (*known, *refused)
-    bare = {_bare(name): name for name in names}
-    meant = bare.get(_bare(key)) or next(
-        iter(difflib.get_close_matches(key, names, n=1, cutoff=CLOSE)), None
-    )
+def _check_not_meant(key: str, known: Collection[str], refused: Mapping[str, str], of: str) -> None:
+    """Raises Refused for a key of `refused`, and for a known key in other letters (`Tools`)."""
+    bare = {_bare(name): name for name in (*known, *refused)}
+    meant = bare.get(_bare(key))
     if meant is not None:
         why = refused.get(meant) or f"use {meant} instead"
         raise Refused(f"has {show(plain(key))}{of}, which is not read: {why}")
@@ -439,7 +473,7 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
         if _LEARNING_WORDS & set(key.lower().split("_")):
             raise Refused(f"has {show(plain(key))}{of}, which is not read: {_LEARN_BY}")
         if key not in REFUSED_OF_MESSAGES:
-            _check_not_close(key, (*read, *LEARNED), _NEVER_OF_MESSAGES, of)
+            _check_not_meant(key, (*read, *LEARNED), _NEVER_OF_MESSAGES, of)
         elif _is_empty(key, value):
             continue
         optional.add(key)

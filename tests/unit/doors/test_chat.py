@@ -85,6 +85,10 @@ ROWS: dict[str, tuple[Json, Right]] = {
         Right([user(" hi\n"), assistant(" ho\n")]),
     ),
     "answers alike": (row(user("ho"), assistant("ho")), Right([user("ho"), assistant("ho")])),
+    "a prompt with its completion": (
+        {"prompt": TWO[:3], "completion": TWO[3:]},
+        Right(TWO, learned=[False, False, False, True]),
+    ),
     # tools
     "tools": (row(*AGENT, tools=[TOOL]), Right(AGENT, [TOOL])),
     "tools as text": (row(*AGENT, tools=dumps([TOOL])), Right(AGENT, [TOOL])),
@@ -439,8 +443,8 @@ REFUSED: dict[str, tuple[Json, str]] = {
         row({"from": "human", "value": "a", "role": "user", "content": "b"}, assistant("ho")),
         "has role or content together with from or value",
     ),
-    "alpaca": ({"instruction": "a", "output": "b"}, "has no messages, and its keys are"),
-    "a prompt": ({"prompt": "a", "completion": "b"}, "has no messages, and its keys are prompt"),
+    "alpaca": ({"instruction": "a", "output": "b"}, "Alpaca's instructions: `jq -c"),
+    "a prompt": ({"prompt": "a", "completion": "b"}, "its prompt and completion are texts"),
     "text": ({"text": "a"}, "has no messages"),
     "messages of words": ({"messages": "hi"}, "has messages as text that is not JSON"),
     "messages as text of text": ({"messages": dumps(dumps(TALK))}, ", which must be a list"),
@@ -469,7 +473,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
         row(user("w"), assistant("", tool_calls=[{"name": "a", "arguments": '{"a": NaN}'}])),
         "with NaN or Infinity",
     ),
-    "contents": (row(user("hi", contents="a"), assistant("ho")), "contents in message 1"),
+    "contents": (row(user("hi", contents="a"), assistant("ho")), "the key contents, which is not"),
     "results in another order": (
         row(
             user("w"),
