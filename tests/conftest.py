@@ -17,7 +17,7 @@ import tempfile
 import pytest
 
 from tests.garbage import collect_seldom
-from tests.times import Times
+from tests.times import TABLE, Times, adopt_orphans
 
 gc.disable()  # disabled until pytest has collected everything
 
@@ -66,10 +66,24 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-times",
+        action="store_true",
+        help="put the CPU seconds of the files that run into tests/times.json",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Records the times of the tests; under xdist, the controlling process collects them."""
     in_front = not hasattr(config, "workerinput")
-    config.pluginmanager.register(Times(getattr(config, "cache", None) if in_front else None))
+    table = None
+    if config.getoption("--write-times"):
+        if config.option.keyword or config.option.markexpr or "::" in " ".join(config.args):
+            raise pytest.UsageError("--write-times needs whole files, all sets of them")
+        adopt_orphans()
+        table = TABLE
+    config.pluginmanager.register(Times(config.cache if in_front else None, table))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
