@@ -9,8 +9,8 @@ With `--write-times` a run also puts the CPU seconds of its files, by set, into 
     ./launch/test.sh all --write-times              # all files; those that are gone leave the table
     ./launch/test.sh FILE [FILE …] --write-times    # some files, such as new ones
 
-The table is in seconds of one machine, the one on which `COUNT` steps of an empty loop take `LOOP_S`
-in two processes at once. The run times that loop too, and divides by it.
+The table is in seconds of one machine, the one on which `COUNT` steps of an empty loop take
+`LOOP_S` in two processes at once. The run times that loop too, and divides by it.
 """
 
 from __future__ import annotations
@@ -208,6 +208,37 @@ def files_of_tests() -> list[str]:
 def read(table: Path = TABLE) -> Table:
     """Returns the committed table."""
     return json.loads(table.read_text("utf-8")) if table.exists() else {}
+
+
+LIMIT_S = 650.0  # of the README's command: six minutes on two cores
+COMMAND = ("fast", "default")  # the sets that it runs
+ADD = "./launch/test.sh {} --write-times"
+
+
+def complaints(rows: Table, files: list[str]) -> list[str]:
+    """Returns what is wrong with a table for these files, a sentence each."""
+    found = []
+    if new := [file for file in files if not rows.get(file)]:
+        words = ADD.format(" ".join(new))
+        found.append(f"{TABLE.name} lacks the times of {', '.join(new)}; add them: {words}")
+    if gone := sorted(rows.keys() - {*files}):
+        found.append(f"{TABLE.name} has {', '.join(gone)}, which are gone; delete their lines")
+    unknown = {name for sets in rows.values() for name in sets} - {*SETS}
+    if unknown:
+        found.append(f"{TABLE.name} has the sets {sorted(unknown)}; sets are {', '.join(SETS)}")
+    sums = {name: sum(sets.get(name, 0.0) for sets in rows.values()) for name in SETS}
+    total = sum(sums[name] for name in COMMAND)
+    if total > LIMIT_S:
+        cost = {file: sum(sets.get(name, 0.0) for name in COMMAND) for file, sets in rows.items()}
+        dear = sorted(cost, key=lambda file: -cost[file])[:DEAREST]
+        each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sums.items())
+        found.append(
+            f"the sets {' and '.join(COMMAND)} of ./launch/test.sh take {total:.0f} CPU seconds, "
+            f"and may take {LIMIT_S:.0f} (by set: {each}); make tests cheaper, or mark some as "
+            f"nightly and measure their files again ({ADD.format('FILE')}). The largest files: "
+            + ", ".join(f"{file} {cost[file]:.1f} s" for file in dear)
+        )
+    return found
 
 
 def write(table: Path, found: Mapping[str, Mapping[str, float]]) -> None:

@@ -56,10 +56,13 @@ class Cover:
         usual: levels that a combination has unless it is made for others.
         early: factors that are decided first, since most rules read them.
         rounded: levels that hide others: a combination with one shows its pairs with these alone.
+        later: whether a pair may be left to the combinations that come after the first ones.
         tries: number of combinations that are compared before one is taken.
 
     Attributes:
         found: the combinations.
+        first: how many of them, at the beginning, hold all pairs that are not `later`, and no
+            spine.
         impossible: the pairs that break no rule, and that no combination holds.
     """
 
@@ -73,6 +76,7 @@ class Cover:
         usual: Levels | None = None,
         early: Sequence[str] = (),
         rounded: Sequence[Level] = (),
+        later: Callable[[Level, Level], bool] = lambda one, other: False,
         tries: int = 6,
     ) -> None:
         self.factors, self.cost, self.tries = factors, cost, tries
@@ -93,18 +97,25 @@ class Cover:
             level: [of for of in self.of.values() if of & excluded]
             for level, excluded in self.excluded.items()
         }
-        # Level → the levels that it has not met, although no rule on two factors forbids the pair.
-        self.missing = {
-            level: self.bits(self.all) & ~self.of[level[0]] & ~self.excluded[level]
-            for level in self.all
-        }
         self.random = random.Random(0)
         self.found: list[dict[str, Any]] = []
         self.impossible: list[Pair] = []
+        # Level → the levels that it is still to meet.
+        self.missing = {
+            one: others & ~self.bits([other for other in self.all if later(one, other)])
+            for one, others in self._unmet().items()
+        }
+        self._fill()
+        self.first = len(self.found)
+        self.missing = self._unmet()
         for cell in spine:
             there = any(cell.items() <= levels.items() for levels in self.found)
             if not there and not self._add(cell):
                 raise ValueError(f"no combination has {dict(cell)}")
+        self._fill()
+
+    def _fill(self) -> None:
+        """Adds combinations until no pair is missing that a combination can hold."""
         while pair := self._next():
             if not self._add(dict(pair)):
                 self.impossible.append(pair)
@@ -126,6 +137,12 @@ class Cover:
     def uncovered(self) -> list[Pair]:
         """Returns the pairs that break no rule on two factors, are not impossible, and that no
         combination holds."""
+        left = self._unmet()
+        return [(a, b) for a in self.all for b in self.all if left[a] & self.bit[b] and a < b]
+
+    def _unmet(self) -> dict[Level, int]:
+        """Returns level → the levels that it meets in no combination, although no rule on two
+        factors forbids the pair, and it is not known to be impossible."""
         left = {
             level: self.bits(self.all) & ~self.of[level[0]] & ~self.excluded[level]
             for level in self.all
@@ -136,7 +153,7 @@ class Cover:
         for levels in self.found:
             for level, others in self.met(levels):
                 left[level] &= ~others
-        return [(a, b) for a in self.all for b in self.all if left[a] & self.bit[b] and a < b]
+        return left
 
     def _excluded(self) -> dict[Level, int]:
         found = dict.fromkeys(self.all, 0)

@@ -3,8 +3,9 @@ combined.
 
 Bugs of parallel training occur where two features meet. `FACTORS` are the features, `RULES` forbid
 combinations of their levels, `case` makes a training of one level of each, and `chosen` returns few
-combinations that hold every allowed pair, in addition to the layouts and schedules of `SPINE`. A
-new dimension or feature is one more factor, with its rules and its lines in `case`.
+combinations that hold every allowed pair, in addition to the layouts and schedules of `SPINE`;
+`often` returns those that run for each change. A new dimension or feature is one more factor, with
+its rules and its lines in `case`.
 
     python -m tests.distributed.matrix      # the factors, the number of cases, what is uncovered
 """
@@ -22,7 +23,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.schedules.schedule import ONE_CHUNK, V_SHAPED
 from tests.distributed.cases import OPTIM, Case, Problem
-from tests.distributed.covering import Cover, Levels, Rule
+from tests.distributed.covering import Cover, Level, Levels, Rule
 from tests.distributed.covering import allowed as allowed_by
 from tests.distributed.harness import Sizes, cover, plain_groups, with_copies_of_two
 
@@ -72,7 +73,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "noise scale": (False, True),
     },
     "memory": {
-        "recompute": ("none", "full", MLP, "[norm,activation]", "selective"),
+        "recompute": ("none", "full", MLP, "[norm,activation]", "[mlp]", "selective"),
         "recomputed layers": ("all", "some"),
         "MLP": ("whole", "in chunks"),
         "offload": (False, True),
@@ -85,18 +86,20 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
             "none",
         ),
         "temperature": (False, True),
-        "layer types": ("full", "sliding", "alternating", "two of three", "nope"),
+        "layer types": (
+            *("full", "sliding", "alternating", "two of three", "nope", "nope in windows"),
+        ),
         # window, smaller or larger than a piece of a sequence over two ranks
         "window": ("short", "long"),
         "norm": ("layernorm", "rmsnorm"),
         "norm position": ("before", "after", "both"),
         "norm weight": ("around 1", "around 0"),
-        "qk_norm": (False, True),
+        "qk_norm": ("none", "head", "full"),  # width of the norm
         "scales": ("none", "all"),
         "logit cap": (False, True),
         "heads": (8, 12),
         "kv heads": ("all", "some", "one"),
-        "bias": ("all", "none", "qkv"),
+        "bias": ("all", "none", "qkv", "attention"),
         "padding": (8, 128),
         "tied": (True, False),
         "dropout": (0.0, 0.2),
@@ -203,12 +206,12 @@ REFUSED = (
     Rule(
         "only some layers of a model with RoPE lack positions",
         ("positions", "layer types"),
-        lambda positions, types: types != "nope" or positions not in UNROTATED,
+        lambda positions, types: not types.startswith("nope") or positions not in UNROTATED,
     ),
     Rule(
         "an MLP in chunks is recomputed",
         ("MLP", "recompute"),
-        lambda mlp, recompute: mlp == "whole" or recompute == MLP,
+        lambda mlp, recompute: mlp == "whole" or recompute in (MLP, "[mlp]"),
     ),
     Rule(
         "an MLP in chunks has the sequence in one piece",
@@ -457,8 +460,31 @@ def cost(levels: Levels) -> float:
     reference takes about as long as a rank.
     """
     visits = levels["chunks"] * microbatches(levels["pp"], levels["micro-batches"])
-    return math.sqrt(
-        2 + ranks_of(levels) * (1 + visits / 4 + (levels["zero"] > 1) + 10 * levels["compile"])
+    ranks = ranks_of(levels)
+    seconds = 2 + ranks * (1 + visits / 4 + (levels["zero"] > 1) + 10 * levels["compile"])
+    # more than four ranks are for pairs of sizes that need them
+    return math.sqrt(seconds) * (2 if ranks > 4 else 1)
+
+
+# Three ranks and more differ from two where sizes meet, and hardly where one meets a feature; so do
+# four chunks from two.
+LARGE = [
+    *((name, size) for name in (*SIZES, "ep") for size in FACTORS[name] if size > 2),
+    ("chunks", 4),
+]
+
+
+# Two levels take four replicas, and so eight ranks with a factor of another dimension.
+TWO_LEVELS = (("copies", "several"), ("sums", "hierarchical"))
+ACROSS = ("tp", "pp", *SUBJECTS["pipeline"], *SUBJECTS["tensor parallelism"])
+
+
+def is_later(one: Level, other: Level) -> bool:
+    """Returns whether a pair need not be in the combinations of every change."""
+    return any(
+        (a in LARGE and b[0] not in (*SIZES, "ep"))
+        or (a in TWO_LEVELS and b[0] in ACROSS and b[1] != FACTORS[b[0]][0])
+        for a, b in ((one, other), (other, one))
     )
 
 
@@ -474,6 +500,7 @@ def chosen() -> Cover:
         usual=EXACT,
         early=(*SIZES, "experts", "ep", "sp"),
         rounded=[*low, ("sums", "bf16")],
+        later=is_later,
         tries=8,
     )
 
@@ -507,20 +534,38 @@ ON_ROUNDING = ("zero", "optimizer")  # with settings that round differently from
 
 
 def often() -> list[Levels]:
-    """Returns the combinations that run for each change: all exact ones, and few others.
+    """Returns the combinations that run for each change: those that hold each pair which is not
+    `later` exactly, and few others.
 
     A training in low precision is only compared to a hundredth, so for most features it shows no
     more than the exact training with the feature. The exceptions keep or sum numbers of several
-    dtypes: each precision has each level of `ON_ROUNDING`.
+    dtypes: each precision has each level of `ON_ROUNDING`. A compiled one takes long, and
+    test_compiled has some.
     """
-    found = chosen().found
+    found = chosen().found[: chosen().first]
     rounded = {
         at: frozenset((levels["precision"], name, levels[name]) for name in ON_ROUNDING)
         for at, levels in enumerate(found)
         if levels["precision"] != "fp64" and not levels["compile"]
     }
     few = cover(rounded)
-    return [levels for at, levels in enumerate(found) if levels["precision"] == "fp64" or at in few]
+    return [
+        levels
+        for at, levels in enumerate(found)
+        if (levels["precision"] == "fp64" and not levels["compile"]) or at in few
+    ]
+
+
+def together(found: Sequence[Levels]) -> dict[str, list[Levels]]:
+    """Returns combinations of equal layouts and groups, which ranks train one after the other, by a
+    short name."""
+    groups: dict[str, list[Levels]] = {}
+    for levels in found:
+        name = "-".join(f"{name}{levels[name]}" for name in SIZES if levels[name] > 1)
+        name = (name or "one rank") + (f"-ep{levels['ep']}" if levels["experts"] else "")
+        name += "-in-two-levels" if groups_of(levels) is with_copies_of_two else ""
+        groups.setdefault(name, []).append(levels)
+    return dict(sorted(groups.items(), key=lambda item: -ranks_of(item[1][0]) * len(item[1])))
 
 
 def groups_of(levels: Levels) -> Callable[[Layout], ProcessGroups]:
@@ -572,6 +617,7 @@ LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
     "alternating": ("sliding", "full"),
     "two of three": ("sliding", "sliding", "full"),
     "nope": ("sliding", "full_nope"),
+    "nope in windows": ("sliding_nope", "full"),
 }
 WINDOWS = {"short": 3, "long": 9}
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
@@ -664,14 +710,14 @@ def _model(levels: Levels) -> dict[str, Any]:
         model |= {"layer_types": types, "sliding_window": WINDOWS[levels["window"]]}
         if levels["layer types"] == "two of three" and levels["positions"] not in UNROTATED:
             model["sliding_rotary_base"] = 50.0
-    if levels["qk_norm"]:
-        model["qk_norm"] = True
+    if levels["qk_norm"] != "none":
+        model |= {"qk_norm": True, "qk_norm_width": levels["qk_norm"]}
     if levels["scales"] == "all":
         model |= SCALES
     if levels["logit cap"]:
         model["logit_cap"] = 3.0
-    if levels["bias"] == "qkv":
-        model["attention_bias"] = "qkv"
+    if levels["bias"] in ("qkv", "attention"):
+        model["attention_bias"] = "all" if levels["bias"] == "attention" else "qkv"
     if levels["dropout"]:
         model["dropout"] = levels["dropout"]
     if levels["experts"]:
@@ -767,7 +813,8 @@ def case(levels: Levels) -> Case:
     """Returns the training of a combination."""
     stages, plain = levels["pp"] * levels["chunks"], Config()
     # The last stage has the head in addition to two layers.
-    uneven = (*[1] * (stages - 1), 2) if levels["stages"] == "uneven" else None
+    is_uneven = levels["stages"] == "uneven" and levels["pp"] > 1
+    uneven = (*[1] * (stages - 1), 2) if is_uneven else None
     return Case(
         problem(levels),
         levels["schedule"],
@@ -816,7 +863,8 @@ def summary() -> str:
             f"{len(FACTORS)} factors with {sum(map(len, FACTORS.values()))} levels:",
             *("", *lines, ""),
             f"{len(chosen().found)} cases of {ranks} ranks in all; {len(often())} of them are in "
-            f"the default set, {len(on_streams())} run on simulated devices too.",
+            f"the default set, with {sum(map(ranks_of, often()))} ranks, the others in `nightly`; "
+            f"{len(on_streams())} run on simulated devices too.",
         ]
     )
 

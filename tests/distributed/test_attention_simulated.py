@@ -22,6 +22,8 @@ from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import Sizes
 from tests.distributed.test_documents_simulated import Attention
 
+pytestmark = pytest.mark.nightly
+
 SHAPE = 4, 2, 8
 
 

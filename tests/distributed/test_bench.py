@@ -39,6 +39,8 @@ from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 from tests.pace import pace
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 DELAY_S = 0.003
 OUTLIER = 1.5

@@ -19,6 +19,8 @@ from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool
 from tests.pace import pace
 
+pytestmark = pytest.mark.nightly
+
 GPT = Problem("gpt_tiny", "adamw", tied=True, precision="fp32")
 LATE_S = 0.06  # delay of every forward or backward of the slow rank
 

@@ -36,6 +36,8 @@ from tests.distributed.harness import (
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 
+pytestmark = pytest.mark.nightly
+
 # AdamW is used because without evaluation there is one graph less to compile. Positions restart
 # with each document.
 DOCUMENTS = Problem(

@@ -36,6 +36,8 @@ from tests.distributed.ddp_cases import (
 )
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 Mutation = Callable[[], AbstractContextManager[None]]
 TINY = {"bucket_cap_mb": 1e-3}  # a kilobyte, so that there are several buckets
 CASES = {

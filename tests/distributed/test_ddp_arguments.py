@@ -20,6 +20,8 @@ import parallel3d as p3d
 from parallel3d import DistributedDataParallel
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 THEIRS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 NOT_BUILT = {
     "dim": 1,

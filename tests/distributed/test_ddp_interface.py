@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.reducer import GradBucket, all_reduce
 from tests.distributed.ddp_cases import Case, Mixed, batch_of, loss_of
 from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.nightly
 
 Future = torch.futures.Future
 TINY = 1e-3

@@ -19,6 +19,8 @@ import parallel3d as p3d
 from parallel3d.comm.group import Group
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 Wrap = Callable[[nn.Module], nn.Module]
 Way = Callable[[Wrap, int], "Found"]
 

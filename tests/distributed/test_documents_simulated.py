@@ -28,6 +28,8 @@ from tests.distributed.simulated_runs import run_on_own_device, waits
 from tests.unit.context_parallel import test_attention as test_context_attention
 from tests.unit.context_parallel.test_attention import by_ranks, random_inputs
 
+pytestmark = pytest.mark.nightly
+
 LENGTH = 24
 BEGINS = ((), (1, 2, 3, 23), (11,), (5, 8))
 LENGTHS = [np.diff((0, *begins, LENGTH)).tolist() for begins in BEGINS]

@@ -26,6 +26,8 @@ from tests.distributed.pool import Pool
 from tests.huggingface import GROUPED, save_model
 from tests.reference.model import ReferenceModel
 
+pytestmark = pytest.mark.nightly
+
 LAYOUTS = ((1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 1, 2))
 TOKENS = 300
 KINDS = {

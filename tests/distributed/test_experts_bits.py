@@ -30,6 +30,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.seams import ROUTER, SUMMED_SLOTS, Mutation, Seam, planted
 from tests.distributed.test_mutations_experts import ADAMW, EP, TP_IN_EP, experts
 
+pytestmark = pytest.mark.nightly
+
 # A token sums four experts, because sums of two have the same bits in any order.
 FOUR_OF_SIXTEEN = (("num_experts", 16), ("experts_per_token", 4), *ADAMW.model[2:])
 

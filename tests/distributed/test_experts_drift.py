@@ -21,6 +21,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.seams import COPY_GROUPS, planted
 from tests.distributed.test_mutations_experts import TP, experts
 
+pytestmark = pytest.mark.nightly
+
 TWO_OF_EACH = (2, 1, 2, 1, 2)  # ranks 0 and 2 hold the same experts, and 1 and 3
 
 

@@ -72,6 +72,8 @@ from tests.distributed.test_mutations_experts import (
 )
 from tests.distributed.test_mutations_experts import padding_counted as padding_counted
 
+pytestmark = pytest.mark.nightly
+
 FOUR = (1, 1, 4, 1, 2)
 
 

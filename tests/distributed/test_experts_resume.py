@@ -40,6 +40,8 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.seams import SLICES, Mutation, planted
 from tests.distributed.test_mutations_experts import SGD, experts
 
+pytestmark = pytest.mark.nightly
+
 SAVED = 2  # number of steps before the checkpoint
 # AdamW's moments of experts move to other ranks, too.
 PROBLEM = dataclasses.replace(SGD, optimizer="adamw", optim=(), steps=SAVED + 2)

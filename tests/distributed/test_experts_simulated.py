@@ -10,6 +10,8 @@ from tests.distributed.simulated import SimulatedPool
 from tests.distributed.simulated_runs import products_behind_counts
 from tests.distributed.test_mutations_experts import ADAMW, GATED, experts
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("way", ["gather", "all_to_all"])
 def test_the_shared_expert_runs_while_the_host_waits_for_counts(

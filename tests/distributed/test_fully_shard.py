@@ -15,6 +15,8 @@ import parallel3d as p3d
 from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import batch, loss_of, mine, net
 
+pytestmark = pytest.mark.nightly
+
 TOLERANCE = 1e-11
 STEPS = 2
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,6 +31,8 @@ from tests.distributed.cases import Case, Problem, UnequalMasks
 from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
 from tests.huggingface import DIALECTS, EXPERTS, save_model
+
+pytestmark = pytest.mark.nightly
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 

@@ -14,6 +14,8 @@ from torch import nn
 
 import parallel3d as p3d
 
+pytestmark = pytest.mark.nightly
+
 TOLERANCE = 1e-12  # in fp64, where sums are in another order
 BAD = (
     (lambda: p3d.ColumnParallelLinear(6, 9), "(out_features=9) must be a multiple of the 4 "),

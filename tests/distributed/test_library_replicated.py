@@ -17,6 +17,8 @@ from parallel3d.library.split_backward import SplitBackward
 from parallel3d.parameters.state import WeightGradients, state_of
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 HEADS, SIZE, WIDTH = 4, 6, 10
 
 

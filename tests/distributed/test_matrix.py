@@ -25,20 +25,27 @@ PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 FOUND = matrix.chosen().found
 
 
-OFTEN = matrix.often()
-SELDOM = [
-    pytest.param(levels, marks=pytest.mark.more, id=matrix.name_of(levels))
-    for levels in FOUND
-    if levels not in OFTEN
-]
+OFTEN = matrix.together(matrix.often())
+SELDOM = matrix.together([levels for levels in FOUND if levels not in matrix.often()])
 
 
-@pytest.mark.parametrize("levels", [*OFTEN, *SELDOM], ids=matrix.name_of)
-def test_training_equals_the_reference(levels: Levels, pool: Pool, references: References) -> None:
-    sizes, groups = matrix.layout(levels), matrix.groups_of(levels)
-    case = matrix.case(levels)
-    case = replace(case, problem=references.well_conditioned(case.problem))
-    check_cases(sizes, [case], pool, references, of_matrix, groups)
+def check(found: list[Levels], pool: Pool, references: References) -> None:
+    """Trains combinations of one layout one after the other, and compares each."""
+    cases = [matrix.case(levels) for levels in found]
+    cases = [replace(case, problem=references.well_conditioned(case.problem)) for case in cases]
+    sizes, groups = matrix.layout(found[0]), matrix.groups_of(found[0])
+    check_cases(sizes, cases, pool, references, of_matrix, groups)
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_trainings_equal_the_reference(name: str, pool: Pool, references: References) -> None:
+    check(OFTEN[name], pool, references)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SELDOM)
+def test_more_trainings_equal_the_reference(name: str, pool: Pool, references: References) -> None:
+    check(SELDOM[name], pool, references)
 
 
 def test_the_matrix_holds_every_allowed_pair_and_the_spine() -> None:

@@ -18,6 +18,8 @@ import parallel3d as p3d
 from parallel3d.comm.group import GroupLike, group_of
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 Part = Callable[[GroupLike], nn.Module]
 
 

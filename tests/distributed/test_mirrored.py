@@ -19,6 +19,8 @@ from parallel3d.parameters.initializer import Initializer
 from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 MODEL = ModelConfig(
     hidden_size=8, num_attention_heads=2, seq_length=12, activation="swiglu", bias=False,
     num_experts=8, experts_per_token=3, expert_ffn_size=8,

@@ -21,6 +21,8 @@ from tests.distributed.harness import array, make_trainer
 from tests.distributed.pool import Pool
 from tests.reference.train import batch_loss, build
 
+pytestmark = pytest.mark.nightly
+
 ON = ("train.noise_scale", True)
 GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "sgd", tied=False, model=(("num_query_groups", 2),))

@@ -16,6 +16,8 @@ from tests.distributed.cases import Case, Problem, UnequalMasks
 from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 4
 EMPTY = 2  # the step, counted from 0, whose samples are all masked
 SIZES = {0: [(2, 1, 1)], 1: [(1, 2, 2), (1, 1, 1, 2)]}  # layouts by stage of ZeRO

@@ -25,6 +25,8 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import one_wait_a_step
 
+pytestmark = pytest.mark.nightly
+
 Sizes = tuple[int, ...]
 Mutation = Callable[[], AbstractContextManager[Any]]
 Keys = tuple[tuple[str, Any], ...]

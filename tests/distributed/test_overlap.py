@@ -16,6 +16,8 @@ from tests.distributed.seams import LAYER_OF_EXPERTS, Seam
 from tests.distributed.test_experts_bits import differ, pair, problem
 from tests.distributed.test_mutations_experts import ADAMW, EP, SGD, experts
 
+pytestmark = pytest.mark.nightly
+
 GRADIENT = Seam("experts.grouped:add_grouped_gradient")
 
 

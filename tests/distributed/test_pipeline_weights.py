@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import parallel3d as p3d
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 MICROBATCHES, CLASSES, LENGTH = 4, 5, 6
 CLASS_WEIGHTS = torch.arange(1.0, 6.0, dtype=torch.float64)
 

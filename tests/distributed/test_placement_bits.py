@@ -27,6 +27,8 @@ from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 from tests.ports import free_port
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 2
 # The results of a step, except its duration.
 NUMBERS = ("step", "loss", "grad_norm", "lr", "eval_loss")

@@ -13,6 +13,8 @@ from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool
 from tests.unit.loop.test_profiling import Opened
 
+pytestmark = pytest.mark.nightly
+
 PROBLEM = Problem("llama_tiny", "sgd", tied=False, layers=2)
 
 

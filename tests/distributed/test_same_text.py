@@ -19,6 +19,8 @@ from parallel3d.run.launch import Worker
 from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 
 def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | None:
     """Returns the error of `train` on this rank; None if it gets as far as the model."""

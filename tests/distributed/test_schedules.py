@@ -8,11 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from parallel3d.schedules.schedule import V_SHAPED, make
 from parallel3d.schedules.table import write_table
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, run_cases
 from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.nightly
 
 
 def test_schedules_that_add_in_the_same_order_have_the_same_bits(

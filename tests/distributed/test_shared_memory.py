@@ -108,6 +108,7 @@ def overlapped(size: int) -> list[float]:
     return [tensor[0].item() for tensor in tensors]
 
 
+@pytest.mark.nightly
 def test_operations_in_flight_may_be_waited_for_in_any_order(pool: Pool) -> None:
     assert pool.run(2, overlapped, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
@@ -138,6 +139,7 @@ def missing_peer(size: int) -> str:
     return answer
 
 
+@pytest.mark.nightly
 def test_a_missing_peer_is_named_after_the_timeout(pool: Pool) -> None:
     answers = pool.run(2, missing_peer, 2)
     assert answers[0] == "member 1 of the group has sent no signal for 0.3 s"
@@ -152,6 +154,7 @@ def memory_of_a_group() -> float:
     return memory.timeout_s
 
 
+@pytest.mark.nightly
 def test_the_memory_of_a_group_waits_as_long_as_the_group(pool: Pool) -> None:
     assert pool.run(2, memory_of_a_group) == [7.0, 7.0]
 
@@ -171,6 +174,7 @@ def peer_that_lets_go(size: int) -> str:
     return answer
 
 
+@pytest.mark.nightly
 def test_a_peer_that_ended_is_named_long_before_the_timeout(pool: Pool) -> None:
     start = time.monotonic()
     assert pool.run(2, peer_that_lets_go, 2)[0] == "member 1 of the group has ended"
@@ -191,6 +195,7 @@ def several_large_sums(size: int) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(tensors, sums, strict=True)]
 
 
+@pytest.mark.nightly
 def test_sums_larger_than_a_slot_are_sent_in_pieces(pool: Pool) -> None:
     assert pool.run(4, several_large_sums, 4) == [[True] * 3] * 4
 
@@ -207,6 +212,7 @@ def without_room(size: int) -> tuple[bool, float]:
     return group.shared is None, collectives.all_reduce(torch.ones(1), group).item()
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_share_memory_use_the_network(pool: Pool) -> None:
     assert pool.run(4, without_room, 4) == [(True, 4.0)] * 4
 
@@ -239,6 +245,7 @@ def links_of_the_memory(size: int) -> tuple[int, list[str]]:
     return max(names), [line.split("/", 1)[1] for line in shared if "parallel3d" in line]
 
 
+@pytest.mark.nightly
 def test_the_memory_never_has_a_name_that_could_be_left_behind(pool: Pool) -> None:
     for names, files in pool.run(2, links_of_the_memory, 2):
         assert names == 0
@@ -255,6 +262,7 @@ def other_file(size: int) -> bool:
         shared_memory._attach = attach
 
 
+@pytest.mark.nightly
 def test_another_file_in_its_place_is_not_used(pool: Pool) -> None:
     assert pool.run(2, other_file, 2) == [True, True]
 
@@ -277,6 +285,7 @@ def wait_with_the_clock_set_back(size: int) -> float:
     return answer
 
 
+@pytest.mark.nightly
 def test_setting_the_clock_moves_no_deadline(pool: Pool) -> None:
     assert in_time(pool.run(2, wait_with_the_clock_set_back, 2)[0], 3)
 

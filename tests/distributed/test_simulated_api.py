@@ -15,6 +15,8 @@ from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import waits
 from tests.distributed.test_grad_norm import MAX_NORM, batch, loss_of, mine, net, one_process
 
+pytestmark = pytest.mark.nightly
+
 
 def mesh() -> list[str]:
     """The mesh is collective here, because a dimension of one rank needs a split of the world."""

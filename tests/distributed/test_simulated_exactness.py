@@ -30,13 +30,10 @@ from tests.distributed.simulated_runs import (
     warned_of_a_step,
 )
 
-# A ring of four would take a third of the time of all cases. A ring of two is among them, and
-# sharded weights follow below.
+# The first two have the most of those levels; the others add few each.
 ON_STREAMS = [
-    pytest.param(
-        levels, id=matrix.name_of(levels), marks=[pytest.mark.more] if levels["cp"] > 2 else []
-    )
-    for levels in matrix.on_streams()
+    pytest.param(levels, id=matrix.name_of(levels), marks=[pytest.mark.nightly] if at > 1 else [])
+    for at, levels in enumerate(matrix.on_streams())
 ]
 
 
@@ -69,6 +66,7 @@ COPIES = Case(
 )
 
 
+@pytest.mark.nightly
 def test_copies_of_sharded_weights_train_like_the_reference(
     simulated: SimulatedPool, references: References
 ) -> None:
@@ -96,6 +94,7 @@ RESIDUALS = [
 ]
 
 
+@pytest.mark.nightly
 def test_residuals_added_in_the_norms_train_like_the_reference(
     simulated: SimulatedPool, references: References
 ) -> None:

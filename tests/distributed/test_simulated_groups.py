@@ -26,6 +26,8 @@ from tests.distributed.harness import array, make_trainer, plain_groups
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.test_exchange import AS_JSON, WORDS
 
+pytestmark = pytest.mark.nightly
+
 GPT = Problem("gpt_tiny", "adamw", True)
 SMALL = Problem("gpt_tiny", "adamw", True, layers=2, batch=6)
 

@@ -17,6 +17,8 @@ from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.test_reference_collectives import check_barriers
 from tests.distributed.test_simulated_device import module, raises
 
+pytestmark = pytest.mark.nightly
+
 
 def rank() -> int:
     return dist.get_rank()

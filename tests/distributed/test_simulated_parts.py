@@ -18,6 +18,8 @@ from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import waits
 from tests.distributed.test_ddp_figures import check_report, measured
 
+pytestmark = pytest.mark.nightly
+
 
 class Net(nn.Module):
     """Has two layers, and one that only takes part if `uses` is set."""

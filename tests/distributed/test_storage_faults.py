@@ -21,6 +21,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import case_of
 from tests.tools.failing_files import FailingFiles, Fault
 
+pytestmark = pytest.mark.nightly
+
 PAIRS = 50
 
 

@@ -155,6 +155,7 @@ def the_newest_or_a_step(folder: str) -> None:
         assert bool((layer.weight == wanted).all())
 
 
+@pytest.mark.nightly
 def test_the_newest_checkpoint_or_that_of_a_step_is_loaded(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, the_newest_or_a_step, str(tmp_path))
 
@@ -217,6 +218,7 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -242,6 +244,7 @@ def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
         assert part in sentence, sentence
 
 
+@pytest.mark.nightly
 def test_one_process_needs_no_world(tmp_path: Path) -> None:
     layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in ((layer, 0.1), (twin, 0.2))]
@@ -260,6 +263,7 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
     assert [entry.name for entry in entries(tmp_path)] == [path.name]
 
 
+@pytest.mark.nightly
 def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     """Names of files have the rank without leading zeros."""
     layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -276,6 +280,7 @@ def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     assert torch.equal(twin.weight, layer.weight)
 
 
+@pytest.mark.nightly
 def test_a_folder_that_hosts_do_not_share_makes_no_checkpoint(tmp_path: Path) -> None:
     """Tests a folder that hosts do not share, with the trainer's own check."""
     layer = nn.Linear(3, 2)
@@ -292,6 +297,7 @@ def test_a_folder_that_hosts_do_not_share_makes_no_checkpoint(tmp_path: Path) ->
     assert entries(tmp_path) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
     [
@@ -314,6 +320,7 @@ def test_a_manifest_of_somebody_else_is_refused(script: Any, tmp_path: Path) -> 
         p3d.load(tmp_path, layer, torch.optim.SGD(layer.parameters(), lr=0.1))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_cannot_change_the_parameters_of_a_group(tmp_path: Path) -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

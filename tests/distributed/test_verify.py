@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands import verify
@@ -13,6 +15,8 @@ from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import plain_groups, source_of
 from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.nightly
 
 
 def failures_of_verify(case: Case) -> list[str | None]:

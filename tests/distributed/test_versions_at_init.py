@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
+
 import parallel3d as p3d
 from parallel3d import versions
 from parallel3d.errors import UserError
 from parallel3d.library import init
 from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.nightly
 
 
 def said(torch: str) -> list[str]:

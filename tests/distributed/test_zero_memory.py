@@ -27,6 +27,8 @@ from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
 from tests.distributed.test_fully_sharded import EVERY, ONCE
 
+pytestmark = pytest.mark.nightly
+
 
 def bytes_of_tensors(shared: torch.UntypedStorage | None = None) -> int:
     """Returns the bytes of all tensors that this process holds and that are not frozen, each

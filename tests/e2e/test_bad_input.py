@@ -19,6 +19,8 @@ from tests.e2e.command import PARALLEL3D, ROOT, TINY, Ended, Shell
 from tests.e2e.here import answer
 from tests.pace import in_cpu_time
 
+pytestmark = pytest.mark.nightly
+
 SECONDS = 2.0
 RANK_0 = {
     "RANK": "0",

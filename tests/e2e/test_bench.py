@@ -14,6 +14,8 @@ from tests.e2e.forked import Forked, run_forked
 from tests.e2e.here import answer
 from tests.e2e.watched import Watched
 
+pytestmark = pytest.mark.nightly
+
 BENCH = (*PARALLEL3D, "bench", "comm", "device=cpu")
 MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
 REDUCED = product(("all_reduce", "reduce", "reduce_scatter"), ("sum", "avg", "max", "min"))

@@ -232,6 +232,7 @@ def test_an_imported_run_trains_under_another_layout(
     assert on[1] == pytest.approx(mine[20], abs=0.5)
 
 
+@pytest.mark.nightly
 def test_a_byte_tokenizer_is_exported_for_transformers(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +265,7 @@ def test_a_byte_tokenizer_is_exported_for_transformers(
     shutil.rmtree("bytes")
 
 
+@pytest.mark.nightly
 def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> None:
     words = ("run=mine", "prompt=12 bot", "generate.max_tokens=30", "device=cpu")
     before = trained.snapshot()
@@ -282,6 +284,7 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     assert list(trained.scratch.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_generate_skips_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
     flip_a_bit(newest(runs))
     words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")

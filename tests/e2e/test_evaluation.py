@@ -13,7 +13,7 @@ from tests.corpora import pair
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 from tests.e2e.forked import run_forked
 
-pytestmark = pytest.mark.at_once(2)
+pytestmark = [pytest.mark.at_once(2), pytest.mark.nightly]
 
 
 def train(shell: Shell, *words: str, ranks: int) -> Ended:

@@ -23,7 +23,7 @@ from tests.ports import free_port
 SECONDS = 10
 HOST = re.escape(socket.gethostname())
 LONG = "train.steps=100000"
-pytestmark = pytest.mark.at_once(2)
+pytestmark = [pytest.mark.at_once(2), pytest.mark.nightly]
 
 
 def words(shell: Shell, *more: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from tests.e2e.test_failures import LONG, by_hand, words
 from tests.pace import PATIENCE, in_time, pace
 
 WATCHDOG_S = 2.0
-pytestmark = pytest.mark.at_once(2)
+pytestmark = [pytest.mark.at_once(2), pytest.mark.nightly]
 HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"

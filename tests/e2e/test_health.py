@@ -13,7 +13,7 @@ from tests.e2e.test_failures import words
 
 HOST = re.escape(socket.gethostname())
 SETTINGS = ("checkpoint.every=2", "recovery.max_skipped=2")
-pytestmark = pytest.mark.at_once(2)
+pytestmark = [pytest.mark.at_once(2), pytest.mark.nightly]
 
 
 def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) -> None:

@@ -18,7 +18,7 @@ from tests.e2e.test_failures import SECONDS, assert_stopped_and_saved, start_tra
 from tests.e2e.watched import Watched, listeners
 from tests.pace import in_time
 
-pytestmark = pytest.mark.at_once(2)
+pytestmark = [pytest.mark.at_once(2), pytest.mark.nightly]
 
 
 def test_verify_listens_on_the_loopback_only(shell: Shell) -> None:

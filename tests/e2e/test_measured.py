@@ -17,6 +17,8 @@ from tests.e2e.forked import Forked
 from tests.e2e.here import answer
 from tests.unit.estimate.measured_machine import MADE, MIXED, MODEL, machine
 
+pytestmark = pytest.mark.nightly
+
 FILE = "here.yaml"
 
 

@@ -12,6 +12,8 @@ from tests.e2e.command import DEVICE, TINY, Shell
 from tests.e2e.forked import run_forked
 from tests.e2e.here import answer
 
+pytestmark = pytest.mark.nightly
+
 KEPT = ("train.save_weights=true", "checkpoint.every=1", "checkpoint.async_save=false")
 
 

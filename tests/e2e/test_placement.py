@@ -10,9 +10,13 @@ import signal
 import socket
 import time
 
+import pytest
+
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell, wait_for
 from tests.e2e.forked import run_forked
 from tests.pace import in_time
+
+pytestmark = pytest.mark.nightly
 
 HOST = socket.gethostname()
 FOUR = ("tp=2", "pp=2", "run=mine", *TINY)

@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.command import Shell
 from tests.e2e.here import answer
 
+pytestmark = pytest.mark.nightly
+
 USUAL = {
     "model": "llama3_8b",
     "cluster": "dgx_h100",

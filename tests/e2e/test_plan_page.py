@@ -14,6 +14,8 @@ from tests.e2e.command import Shell
 from tests.e2e.here import answer
 from tests.pace import PATIENCE
 
+pytestmark = pytest.mark.nightly
+
 WORDS = ("model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=64")
 # Few layouts, and no simulated device in the tests' process.
 ASKED = (*WORDS, "pp=4", "recompute=none", "micro_batch_size=1", "plan.confirm=0")

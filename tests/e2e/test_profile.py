@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.command import TINY, Ended, Shell
 from tests.e2e.forked import Forked
 
-pytestmark = pytest.mark.at_once(4)
+pytestmark = [pytest.mark.at_once(4), pytest.mark.nightly]
 STEPS, MICROBATCHES = (2, 3), 3
 
 

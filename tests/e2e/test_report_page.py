@@ -25,6 +25,8 @@ from tests.e2e.command import Shell
 from tests.e2e.here import answer
 from tests.pace import PATIENCE
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 30
 
 

@@ -65,6 +65,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.nightly
 def test_a_run_resumes(shell: Shell) -> None:
     """A run that is stopped half-way and started again equals the uninterrupted one bit for bit.
 
@@ -146,6 +147,7 @@ def test_a_run_resumes(shell: Shell) -> None:
     assert {path.name for path in (runs / "mine").glob("config*")} == kept
 
 
+@pytest.mark.nightly
 def test_a_blend_resumes_under_another_layout(shell: Shell) -> None:
     """Tests that samples of a blend of packs do not depend on the layout, and that its past is
     kept."""
@@ -214,6 +216,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.nightly
 def test_a_save_imports_no_module(shell: Shell) -> None:
     """Tests that resuming may take minutes on a cold file system, although a grace time and a
     watchdog run."""
@@ -263,6 +266,7 @@ def test_a_killed_run_resumes_with_another_batch_and_trains_all_its_tokens(shell
     assert over.code == 0 and f"is finished: {done + to_go} steps are done" in over.err
 
 
+@pytest.mark.nightly
 def test_a_start_that_saved_nothing_does_not_bind_later_ones(shell: Shell) -> None:
     """Resumes after the source of the weights has trained further and removed its checkpoint, and
     after refused keys."""

@@ -18,7 +18,7 @@ SMALL = (
     "optim.lr_decay_steps=5",
     "run=mine",
 )
-pytestmark = pytest.mark.at_once(2)
+pytestmark = [pytest.mark.at_once(2), pytest.mark.nightly]
 
 
 def train(shell: Shell, *words: str) -> Ended:

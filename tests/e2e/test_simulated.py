@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.command import TINY, Ended, Shell
 from tests.e2e.forked import Forked, run_forked
 
-pytestmark = pytest.mark.at_once(2)
+pytestmark = [pytest.mark.at_once(2), pytest.mark.nightly]
 SAVING = ("checkpoint.every=2", "optim.lr_decay_steps=3", "precision=fp64")
 
 

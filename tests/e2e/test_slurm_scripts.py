@@ -17,6 +17,8 @@ import pytest
 
 from tests.e2e.command import ROOT, Ended, Shell
 
+pytestmark = pytest.mark.nightly
+
 TRAIN, SWEEP = (ROOT / "slurm" / name for name in ("train.sbatch", "sweep.sbatch"))
 REAL = shlex.join((sys.executable, "-m", "parallel3d"))
 # Each stub appends its arguments to a file of its own name, one line per call. srun acts as a rank

@@ -17,6 +17,8 @@ from tests.e2e.forked import run_forked
 from tests.e2e.here import answer
 from tests.tokenizers import folder, trained
 
+pytestmark = pytest.mark.nightly
+
 LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidden_size=48")
 GREEDY = ("prompt=def é", "generate.temperature=0", "generate.max_tokens=12", "device=cpu")
 

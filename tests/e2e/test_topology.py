@@ -14,6 +14,8 @@ from tests.e2e.command import PARALLEL3D, ROOT, Ended, Shell
 from tests.e2e.here import answer
 from tests.pace import in_cpu_time
 
+pytestmark = pytest.mark.nightly
+
 TOPOLOGY = (*PARALLEL3D, "topology")
 H100 = ("cluster=dgx_h100", "cluster.nodes=16", "tp=8", "pp=4")
 NVL72 = ("cluster=gb200_nvl72", "cluster.nodes=36", "tp=4", "pp=8")

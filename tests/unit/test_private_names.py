@@ -320,7 +320,7 @@ def test_every_private_name_has_a_test_of_its_behaviour() -> None:
     assert set(SINCE) <= set(NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BEHAVIOUR)
 def test_every_private_name_behaves_as_expected(name: str) -> None:
     assert BEHAVIOUR[name]()
@@ -353,7 +353,7 @@ def test_a_tokenizer_can_read_special_tokens_as_text() -> None:
     assert made.encode("a <s>").ids == [0, 1] and made.encode("a<s>").ids == [2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_marks_that_torch_sets_are_found() -> None:
     from torch.distributed.algorithms import Joinable
     from torch.distributed.algorithms.join import _JoinConfig
@@ -504,7 +504,7 @@ def strangers(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, word
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_other_file_uses_a_private_name_of_a_dependency() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {word}"

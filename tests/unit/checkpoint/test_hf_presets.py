@@ -597,7 +597,7 @@ FOLDERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [n for n in presets("experiment") if n.endswith("_sft")])
 def test_a_recipe_for_fine_tuning_accepts_its_models_published_folder(
     name: str,

@@ -25,7 +25,7 @@ from parallel3d.errors import UserError
 from parallel3d.run.directory import KEPT_FOLDER
 from tests.huggingface import DIALECTS, SIZES
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 TEXT = {"hidden_size": 32, "max_position_embeddings": 24, "pad_token_id": None}
 TEXT |= {"bos_token_id": 60, "eos_token_id": 60}

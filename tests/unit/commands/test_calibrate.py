@@ -111,7 +111,7 @@ def test_one_rank_of_several_holds_its_share_of_experts_and_rows(
     assert rows == {2 * 16 * 2 // tp: 2}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=16)
     config.calibrate.passes = 1
@@ -134,7 +134,7 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
     assert all(b.recompute for b in again) and not any(b.recompute for b in plain)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
     """The result is not the minimum, because the processor may be faster than usual for a
     moment."""
@@ -149,7 +149,7 @@ def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
     assert action == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_with_experts_are_timed_for_every_ep_and_kind() -> None:
     config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
     config.calibrate.passes = 1
@@ -163,7 +163,7 @@ def test_blocks_with_experts_are_timed_for_every_ep_and_kind() -> None:
     assert tables["experts.input"](1, 16) == pytest.approx(1), "shares of the time with ep=1"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_that_do_not_fit_on_a_rank_are_timed_from_a_larger_ep_on() -> None:
     """All blocks with experts are those of a rank with ep=2, and so the shares begin with it."""
     config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)

@@ -59,7 +59,7 @@ def test_without_limits_everything_is_timed_and_nothing_is_said(model: str) -> N
     assert found == Extent(MICRO_BATCHES, BLOCKS) and said == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 def test_the_best_extent_that_fits_is_timed_and_the_rest_is_named(model: str) -> None:
     made = config(MODELS[model])

@@ -59,7 +59,7 @@ def test_async_is_another_spelling_of_async_save() -> None:
         assert without_alias(word) == word
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_help_and_ls_import_no_torch() -> None:
     code = (
         "import sys; from parallel3d.cli.command_line import main; "

@@ -31,7 +31,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
     return main()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_corpus_is_made_shown_and_verified(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_tokenizer_with_fewer_tokens_than_asked_for_is_reported(
     assert "not for vocab_size=9000" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -31,7 +31,7 @@ from parallel3d.schedules.messages import SENDS
 from parallel3d.trainer import Trainer
 from tests.e2e.ready import run_code
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 MODEL = {
     "num_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4,

@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 GPT = ModelConfig(
     num_layers=2,

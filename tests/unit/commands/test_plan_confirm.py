@@ -21,6 +21,8 @@ from parallel3d.estimate.memory import nearly_fullest, peak_memory
 from parallel3d.estimate.search import LayoutChoice
 from tests.e2e.ready import run_code
 
+pytestmark = pytest.mark.nightly
+
 GB = 1e9
 WORDS = ("model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=64")
 
@@ -139,7 +141,7 @@ print(json.dumps([code, out.getvalue(), both]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("experts", [(), ("model=olmoe_1b_7b", "ep=4", "zero=1")])
 def test_confirmed_rows_are_the_dry_runs_own_figures(
     tmp_path: Path, experts: tuple[str, ...]

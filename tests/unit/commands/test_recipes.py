@@ -25,7 +25,7 @@ from parallel3d.estimate.search import planned
 from parallel3d.loop.notices import toy_defaults
 from tests.unit.dry_runs import dry_runs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 DOCS = Path(__file__).parents[3] / "docs"
 RECIPES = presets("experiment")

@@ -28,7 +28,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, shown.out, shown.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg, table, rows = tmp_path / "a.svg", tmp_path / "a.csv", tmp_path / "a.json"
     words = ["pp=4", "vpp=2", "num_microbatches=8", "schedule=zbv", "schedule.hop=0.1"]
@@ -54,7 +54,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert code == 2 and "exists; it is never overwritten" in err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_cost_as_much_as_the_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -80,7 +80,7 @@ def test_stages_cost_as_much_as_the_models(
     assert by_name["auto"]["overhead"] <= by_name["1f1b"]["overhead"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -118,7 +118,7 @@ def bounded() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
 def test_tables_are_read_in_bounds(tmp_path: Path, kind: str) -> None:
     """Runs in a process of its own with limits of memory and time, which reading without bounds
@@ -152,7 +152,7 @@ def test_a_table_may_begin_with_a_byte_order_mark(
     assert run(capsys, *words)[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys\n"
@@ -215,7 +215,7 @@ def test_a_wide_schedule_is_shown_in_full_as_letters() -> None:
     assert rows[0][8] == "F" and rows[-1][8] == "·"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_large_pictures_are_small_files() -> None:
     made = make("interleaved_zb", 64, 64, 2)
     timeline = time_orders(made.orders, made.assignment, Costs.even(made.assignment))

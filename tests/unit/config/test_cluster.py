@@ -116,7 +116,7 @@ def test_any_sizes_make_a_cluster_or_a_refusal_whose_advice_works():
 # --- presets ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", presets("cluster"))
 def test_every_preset_makes_a_cluster_for_any_number_of_ranks(name: str):
     config = preset(name)
@@ -133,7 +133,7 @@ def test_every_preset_begins_with_a_sentence_that_says_what_it_is(name: str):
     assert max(map(len, lines)) <= 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_known_machines():
     h100 = cluster_from_config(preset("dgx_h100"), 16)
     assert (h100.nodes, h100.domain_gpus, h100.rails) == (2, 8, 8)
@@ -155,7 +155,7 @@ def np_count(labels: Any) -> int:
     return len(set(labels.tolist()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_laptop_is_one_domain_for_any_number_of_ranks():
     for ranks in (1, 5, 8, 13):
         made = cluster_from_config(preset("laptop"), ranks)

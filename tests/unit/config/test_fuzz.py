@@ -120,7 +120,7 @@ def kinds_of(numbers: range) -> Counter[str]:
 
 
 @pytest.mark.more
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_bug_among_hundreds() -> None:
     kinds = kinds_of(range(COUNT // 2))
     assert kinds.total() == COUNT // 2
@@ -128,7 +128,7 @@ def test_no_bug_among_hundreds() -> None:
 
 
 @pytest.mark.more
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_bug_among_configurations_made_in_python() -> None:
     for number in range(COUNT // 2):
         values, world_size = by_hand(f"unit-{number}", number)
@@ -143,7 +143,7 @@ def test_every_key_is_drawn() -> None:
     assert missing == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_short_way_answers_as_the_command_does(tmp_path: Path, composer: fuzz.Composer) -> None:
     """The tests above shorten composing; the command only adds steps after it."""
     for number in range(0, COUNT, COUNT // 6):

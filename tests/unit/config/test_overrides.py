@@ -69,7 +69,7 @@ BAD = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("override", "words"), BAD, ids=[bad[0] for bad in BAD])
 def test_a_bad_override_ends_in_one_sentence(override: str, words: list[str]) -> None:
     with pytest.raises(UserError) as raised:
@@ -97,7 +97,7 @@ def test_nearest_key(word: str, key: str | None) -> None:
     assert nearest_key(word) == key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", presets("model"))
 def test_every_model_preset_composes_and_checks_under_a_fitting_layout(preset: str) -> None:
     layouts = {"gpt2_1_5b": (1, 4), "gpt2_124m": (4, 4), "qwen2_5_0_5b": (2, 2), "phi4_14b": (2, 2)}
@@ -108,7 +108,7 @@ def test_every_model_preset_composes_and_checks_under_a_fitting_layout(preset: s
     assert (checked.model.name, checked.dp, checked.num_microbatches) == (preset, 2, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("group", ["data", "optim", "schedule", "precision", "logger"])
 def test_every_preset_of_every_group_composes_and_checks(group: str) -> None:
     assert presets(group)

@@ -337,7 +337,7 @@ def test_a_held_out_part_without_assistant_words_is_refused(tmp_path: Path) -> N
         open_corpus(given, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_invalid_row_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = data(tmp_path, [*ROWS, row([("user", PANIC), ("assistant", "a")])])
     (tmp_path / "tok" / "tokenizer.json").write_text(panicking())

@@ -221,7 +221,7 @@ def compared(path: Path, kind: str, with_turns: bool, rows: int, seed: int) -> t
     return tagged, told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_turns", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tokenizer_gives_the_tokens_of_transformers(

@@ -174,7 +174,7 @@ def killed_while_keeping(address: str, folder: Path) -> None:
     BlockFile(address, BlockCache(folder, 10**9), "it").pread(10, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_during_a_download_leaves_no_partial_block(tmp_path: Path) -> None:
     prefix, folder = pair(tmp_path / "web", 1, documents=300), tmp_path / "blocks"
     address = f"file://{prefix}.bin"

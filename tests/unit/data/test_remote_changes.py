@@ -68,7 +68,7 @@ def tokens_of(home: Path, name: str) -> np.ndarray:
     return np.fromfile(home / f"{name}.bin", "<u2")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_server
 def test_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one(
     home: Path, tells: tuple[str, ...]
@@ -90,7 +90,7 @@ def test_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one
         assert read >= 4500
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_server
 def test_a_later_run_uses_no_block_of_a_replaced_pair(home: Path, tells: tuple[str, ...]) -> None:
     with Server(home / "served", tells).serving() as server:
@@ -105,7 +105,7 @@ def test_a_later_run_uses_no_block_of_a_replaced_pair(home: Path, tells: tuple[s
         assert np.array_equal(again.train[:], tokens_of(home, "a")[:split])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_server
 @pytest.mark.parametrize("age", [10, 0])
 def test_new_pair_of_equal_size_is_read_by_the_next_run(
@@ -120,7 +120,7 @@ def test_new_pair_of_equal_size_is_read_by_the_next_run(
         assert np.array_equal(new.train[:], tokens_of(home, "b")[: len(new.train)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_server
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 def test_remote_file_of_another_size_ends_the_run(
@@ -157,7 +157,7 @@ def test_a_single_block_of_another_version_is_not_used(home: Path) -> None:
     assert [method for method, _, _ in server.asked] == ["HEAD", *["GET", "HEAD"] * 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_check_costs_a_head_request_and_three_small_pieces_a_block(home: Path) -> None:
     cache = BlockCache(home / "c", 10**9)
     size = (home / "served" / "web.bin").stat().st_size
@@ -180,7 +180,7 @@ def test_a_server_without_any_version_is_refused(home: Path) -> None:
         opened(home, server)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_changed_remote_pair_is_verified_at_the_next_start_or_reported(home: Path) -> None:
     for facts in (True, False):
         put(home, "a", 0)
@@ -216,7 +216,7 @@ def test_an_unfinished_corpus_refuses_an_input_with_another_modification_time(
     assert before.stamp and before.stamp != after.stamp
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_that_disappears_is_an_error_with_its_name(home: Path) -> None:
     with Server(home / "served", (ETAG,)).serving() as server:
         corpus = opened(home, server)

@@ -80,7 +80,7 @@ def test_jsonl_gives_its_rows_for_any_cut_into_shards(
     assert (count.rows, count.bad, count.size) == (40, 0, sum(len(t.encode()) for t in TEXTS))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [1, 300])
 def test_reading_can_start_at_any_row(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS)))
@@ -127,7 +127,7 @@ def test_a_line_is_read_no_further_than_the_largest_document(
     assert stream.given <= 101_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compressed_file_is_unpacked_in_small_pieces(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(PACK[".zst"](b"x" * (1 << 28)))  # 8 kB
@@ -166,7 +166,7 @@ def test_parquet_gives_a_column_row_group_by_row_group(tmp_path: Path) -> None:
     assert "no column words" in sentence and "text, other" in sentence
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(TEXTS))
     code = (
@@ -234,7 +234,7 @@ def test_an_empty_document_is_left_out_and_counted(tmp_path: Path) -> None:
     assert (count.rows, count.empty, count.bad) == (4, 3, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("packed", ["", ".gz"])
 def test_a_document_of_ten_million_characters_is_whole(tmp_path: Path, packed: str) -> None:
     long = "0123456789é\n" * (10_000_000 // 12 + 1)

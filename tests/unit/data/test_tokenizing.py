@@ -24,7 +24,7 @@ from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import PANIC, TEXT, folder, lines, panicking, trained
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 TEXTS = [TEXT[i % 2][: 3 + 5 * i] + str(i) for i in range(30)]
 

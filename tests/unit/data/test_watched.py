@@ -250,7 +250,7 @@ def test_a_cache_too_large_to_verify_is_compared_by_its_marks(
     assert compare(opened(data).watched, marks).note.startswith(f"{path} may have changed")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_packing_plan_is_not_used_for_a_pair_edited_since(tmp_path: Path) -> None:
     count, at = 6000, HEADER.size
     index = Path(f"{pair(tmp_path / 'web', 1, documents=count, longest=6)}.idx")

@@ -28,7 +28,7 @@ from parallel3d.tensor_parallel import loss as cross_entropy
 from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
 from tests.kernels import no_kernels
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 HEADS, KV_HEADS, HEAD_DIM, SEQUENCE = 4, 2, 8, 6
 Kernels = Callable[[], AbstractContextManager[None]]

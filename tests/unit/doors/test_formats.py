@@ -266,7 +266,7 @@ def questions(path: Path) -> list[str]:
 DOORS = [read_inputs, tokenizer_of, trained_on, evaluated, conversations, questions]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("door", DOORS)
 def test_a_file_is_recognised_by_name_and_bytes_or_refused(
     tmp_path: Path, door: Callable[[Path], list[str]]
@@ -675,7 +675,7 @@ def test_a_corpus_and_its_sampler_may_be_given_to_another_process(tmp_path: Path
         pickle.loads(kept)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tokenizing_a_folder_prints_a_line_a_kind_and_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,7 +170,7 @@ def planned(case: Case) -> Life:
     return lived(case._replace(starts=(), last=first))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_run_ends_where_its_length_says_with_its_rate_at_the_end(case: Case) -> None:
     life, config = lived(case), config_of(case, case.last)
@@ -184,7 +184,7 @@ def test_a_run_ends_where_its_length_says_with_its_rate_at_the_end(case: Case) -
     assert len(life.rates) == 1 or life.rates[-1] == pytest.approx(1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [case for case in CASES if case.starts], ids=str)
 def test_the_rate_is_what_the_first_start_would_have_had_at_that_sample(case: Case) -> None:
     life, first = lived(case), planned(case)

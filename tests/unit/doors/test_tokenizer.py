@@ -184,7 +184,7 @@ def test_a_folder_gives_begin_and_end_tokens_or_is_refused(tmp_path: Path, row: 
     assert tokenizer.bos == ([] if tokenizer.prefix == [tokenizer.eot] else tokenizer.prefix)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.words], ids=lambda row: row.name)
 def test_prompts_and_ends_are_those_of_transformers(tmp_path: Path, row: Row) -> None:
     """Tests the folder that a run exports, too."""
@@ -403,7 +403,7 @@ THEIRS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "made_by", "words"), THEIRS)
 def test_differences_from_transformers_are_reported(
     tmp_path: Path, name: str, made_by: str, words: str | None

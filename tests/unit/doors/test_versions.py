@@ -93,7 +93,7 @@ def test_a_missing_package_is_not_named(found: dict[str, str]) -> None:
     assert newer(TRIED) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_line_names_a_newer_torch_and_refuses_an_older(
     found: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

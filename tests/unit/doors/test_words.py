@@ -42,7 +42,7 @@ def _home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", HOME)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("word", [*WORDS, "größe", "gro\u0308ße", "a;b", "a b", "#1", "1.10!"])
 def test_every_text_key_passes_the_given_word_to_hydra(word: str) -> None:
     parser = OverridesParser.create()
@@ -50,7 +50,7 @@ def test_every_text_key_passes_the_given_word_to_hydra(word: str) -> None:
         assert str(parser.parse_override(kept).value()) == word, kept
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, len(WORDS), 7))
 def test_every_text_key_keeps_its_word_in_a_round_trip(first: int, tmp_path: Path) -> None:
     words = {key.name: WORDS[(first + i) % len(WORDS)] for i, key in enumerate(TEXT)}
@@ -73,7 +73,7 @@ def test_a_sweep_keeps_the_given_words(name: str) -> None:
     assert taken_from_sweep(name, words) == words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("key", LISTS, ids=[key.name for key in LISTS])
 def test_lists_keep_their_words(key: Any, tmp_path: Path) -> None:
     section, _, leaf = key.name.rpartition(".")
@@ -83,7 +83,7 @@ def test_lists_keep_their_words(key: Any, tmp_path: Path) -> None:
         assert attrgetter(key.name)(config) == WORDS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [*NAMED])
 def test_names_in_braces_are_text(name: str, tmp_path: Path) -> None:
     words = [word for word in WORDS if ":" not in word]

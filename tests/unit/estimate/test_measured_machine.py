@@ -190,7 +190,7 @@ def test_parts_add_up_to_the_step() -> None:
     assert min(parts.compute, parts.bubble + 1e-9, parts.gradients, parts.optimizer) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_search_keeps_given_keys_and_stays_within_memory() -> None:
     here, made = machine(), config()
     sizes = measured_sizes(made, here, 4)

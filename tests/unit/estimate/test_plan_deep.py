@@ -26,7 +26,7 @@ def choices_of(config: Config, gpus: int, batch: int) -> list[LayoutChoice]:
     return list(layouts(plan.sizes_of(config), gpus, 8, batch, {}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -44,7 +44,7 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     assert len(looked_at) < 4000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pipelines_deeper_than_anyone_trains_are_not_looked_at() -> None:
     config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
     found = choices_of(config, 8192, 8192)

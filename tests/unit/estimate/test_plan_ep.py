@@ -35,6 +35,8 @@ from parallel3d.estimate.search import (
 )
 from parallel3d.run.launcher_environment import RankAssignment
 
+pytestmark = pytest.mark.nightly
+
 GB = 1e9
 
 

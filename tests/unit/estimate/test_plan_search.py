@@ -63,7 +63,7 @@ def test_values_fixed_by_the_user_are_kept() -> None:
     assert len(found) == 1 and found[0] == LayoutChoice(4, 2, 1, 8, 2, "zb_h1", "full", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_prices_each_layout_as_a_single_call_does() -> None:
     choices = list(layouts(SIZES, 32, 8, 64, {"recompute": "none"}))[::17]
     priced = priced_of(32, 64, choices)

@@ -82,7 +82,7 @@ def end_of(run_dir: Path, what: str, seconds: float = 60.0 * PATIENCE) -> tuple[
 VERDICT = "parallel3d: hang: rank 0 (pp 0, dp 0, tp 0) on "
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
     code, said = end_of(tmp_path, "watchdog.dump_stacks = failure.write_record = full_disk")
     assert code == 1
@@ -90,7 +90,7 @@ def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
     assert VERDICT in said.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "what",
     [
@@ -109,7 +109,7 @@ def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
         assert VERDICT in said.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
     """Makes a dead file system, on which every write waits for ever."""
     what = "failure.write_record = watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5"
@@ -118,7 +118,7 @@ def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> N
     assert VERDICT in said.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
     """Tests that the last exit does not write to the streams: a log may be on the dead file
     system."""
@@ -159,7 +159,7 @@ def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Pa
         failure.leave(1, rank)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_store", [True, False])
 def test_no_rank_leaves_before_the_verdict_is_printed(
     has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +195,7 @@ def test_no_rank_leaves_before_the_verdict_is_printed(
     assert order == ["said", "left", "left"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flight_record_of_a_device_is_saved_next_to_the_stacks(tmp_path: Path) -> None:
     text = '{"entries": []}'
     on_device = f"worker.device = 'cuda:0'; hang.take_flight_record = lambda: {text!r}"
@@ -204,7 +204,7 @@ def test_flight_record_of_a_device_is_saved_next_to_the_stacks(tmp_path: Path) -
     assert "File" in (tmp_path / "rank-0.stacks.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flight_recorder_that_hangs_or_fails_does_not_change_the_verdict(tmp_path: Path) -> None:
     for take in ("stays", "lambda: 'no JSON'"):
         code, said = end_of(tmp_path, f"worker.device = 'cuda:0'; hang.take_flight_record = {take}")
@@ -212,7 +212,7 @@ def test_flight_recorder_that_hangs_or_fails_does_not_change_the_verdict(tmp_pat
         assert VERDICT in said.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_paused_watchdog_does_not_interrupt_a_long_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

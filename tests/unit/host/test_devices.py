@@ -68,7 +68,7 @@ def test_a_sweep_forks_even_a_single_rank(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert local_workers.run_here("train", Config(), tmp_path, cpu, in_sweep=True) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -133,7 +133,7 @@ def test_hosts_with_different_devices_are_refused(
 # --- the rank -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_imports_for_local_ranks_do_not_touch_the_gpu() -> None:
     imports = "\n".join(f"import {module}" for module, _ in worker.APPS.values())
     planted = """

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.ready import run_code
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 # Destroying groups blocks for ever if peers do not take part; here, it blocks for longer than a
 # test may last.

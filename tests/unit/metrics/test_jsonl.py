@@ -21,7 +21,7 @@ from parallel3d.metrics.jsonl import MetricsFile, finite, rows_of, value, write_
 from tests.tools.failing_files import FailingFiles, Fault
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_line_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
@@ -185,7 +185,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: str) -> 
     MetricsFile(path, 4, say=pytest.fail).close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(rows(*range(1, 60_001)))

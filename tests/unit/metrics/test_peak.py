@@ -108,7 +108,7 @@ def test_override_wins_and_is_named() -> None:
     assert (peak.flops, peak.source) == (2.5e12, "launch.peak_tflops")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     # every second call is slow
     clock = itertools.accumulate(itertools.cycle([0.0, 0.02, 0.0, 0.04]))
@@ -127,7 +127,7 @@ def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.Monke
     assert shared.flops == pytest.approx(alone.flops / 8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measuring_does_not_change_the_random_state() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

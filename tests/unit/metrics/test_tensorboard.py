@@ -70,7 +70,7 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_that_resumes_has_every_step_once(tmp_path: Path) -> None:
     killed(tmp_path, 1, 12)
     age(tmp_path)
@@ -109,7 +109,7 @@ def test_without_the_purge_a_step_would_be_twice(
         curves(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_restart_from_step_1_and_a_late_logger_have_every_step_once(tmp_path: Path) -> None:
     session(tmp_path, 1, 3, name="none").finish()
     session(tmp_path, 4, 5).finish()

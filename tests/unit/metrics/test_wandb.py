@@ -25,7 +25,7 @@ from parallel3d.metrics.wandb_ledger import begin, kept_id
 from tests.e2e.ready import run_code
 from tests.wandb_records import wandb_records
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 

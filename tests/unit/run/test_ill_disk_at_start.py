@@ -138,7 +138,7 @@ def test_finding_the_place_of_a_stack_reads_no_files(monkeypatch: pytest.MonkeyP
     assert place_in(stack) == " at parallel3d/cli/command_line.py:7"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_start_on_a_hanging_disk_ends_with_a_sentence() -> None:
     with or_end(30, "no answer"):
         pass

@@ -50,7 +50,7 @@ def begun(run_dir: Path) -> None:
     (run_dir / PLACEMENT_FILE).write_text('{"ranks": [{"rank": 0, "launch_rank": 0}]}')
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("is_begun", "act"),
     [

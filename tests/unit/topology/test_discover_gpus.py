@@ -186,7 +186,7 @@ def mangled(text: str, rng: random.Random) -> str:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("topo", TOPO_FILES)
 def test_mangled_matrices_end_in_a_sentence_or_a_cluster(topo: str):
     rng = random.Random(topo)

@@ -398,7 +398,7 @@ NODES_OF = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NODES_OF)
 def test_mangled_topologies_end_in_a_sentence_or_a_cluster(name: str):
     rng = random.Random(name)
@@ -419,7 +419,7 @@ def test_mangled_topologies_end_in_a_sentence_or_a_cluster(name: str):
     assert min(ends.values()) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mangled_variables_end_in_a_sentence_or_a_cluster():
     rng = random.Random(5)
     ends = {"cluster": 0, "sentence": 0}

@@ -172,7 +172,7 @@ def test_a_pipeline_whose_last_stage_must_come_first_is_reversed() -> None:
     assert with_rank_0_at(start, 1).slots.tolist() == [1, 2, 3, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_launch_orders_lose_no_process() -> None:
     rng = random.Random(3)
     for _ in range(100):

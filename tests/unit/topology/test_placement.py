@@ -31,7 +31,7 @@ def random_tiling(rng: random.Random, layout: Layout) -> Tiling:
     return Tiling(tuple(digits), snake=rng.random() < 0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_placements_keep_groups_whole_orthogonal_and_complete() -> None:
     """Tests 2,000 random clusters, layouts and tilings: every rank is in one group per
     dimension."""
@@ -65,7 +65,7 @@ def neighbours(layout: Layout, dim: str) -> list[tuple[int, int]]:
     return list(zip(flows.here.tolist(), flows.there.tolist(), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_neighbours_are_the_pairs_of_rings_and_chains() -> None:
     rng = random.Random(4)
     for _ in range(200):

@@ -69,7 +69,7 @@ def test_nvl72_reports_how_many_whole_replicas_fit() -> None:
     assert any("dp=8 would keep replicas whole" in sentence for sentence in torn)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rail_only_refuses_tp_outside_of_the_domain_with_a_layout_that_works() -> None:
     cluster, layout = a_cluster(4, oversubscription=None), Layout(tp=16, dp=2)
     with pytest.raises(UserError) as refused:
@@ -84,7 +84,7 @@ def test_rail_only_refuses_tp_outside_of_the_domain_with_a_layout_that_works() -
             place(text, cluster, layout, some_traffic(layout))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rail_only_names_an_order_that_has_paths() -> None:
     cluster, layout = a_cluster(4, oversubscription=None), Layout(tp=4, dp=8)
     with pytest.raises(

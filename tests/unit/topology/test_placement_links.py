@@ -24,7 +24,7 @@ def placed(cluster, layout: Layout, text: str = "tp-cp-dp-pp") -> RankMapping:
     return RankMapping.tiled(cluster, layout, Tiling.parse(text, layout))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_classification_equals_a_slow_one_on_random_placements() -> None:
     """Tests 2,000 random clusters and layouts with ranks on random GPUs: nothing relies on
     symmetry."""
@@ -112,7 +112,7 @@ def test_a_missing_gpu_changes_the_links_of_shifted_groups() -> None:
     assert links["tp"].offending[0].names == ("node1 GPU 6", "node2 GPU 0")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("tp", [4, 8])
 def test_a_million_ranks_classify_in_two_seconds(tp: int) -> None:
     """It took 0.2 to 0.5 s on one core."""

@@ -70,7 +70,7 @@ def llama_405b(layout: Layout, microbatches: int, chunks: int = 8) -> list[Trans
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_search_never_loses_to_the_default_order() -> None:
     """Tests 100 random clusters (uneven, without spine, with spare GPUs) and proportions of
     traffic."""
@@ -91,7 +91,7 @@ def test_search_never_loses_to_the_default_order() -> None:
     assert won > 12  # it also finds better placements
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_small_searches_find_the_best_of_all_tilings() -> None:
     rng = random.Random(13)
     compared = 0
@@ -134,7 +134,7 @@ def unlike_permutations(cluster: Cluster) -> list[np.ndarray]:
     return [np.array(p) for p in every if all(p <= tuple(g[gpu] for gpu in p) for g in same)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("cluster", "layout"), TINY)
 def test_tiny_worlds_have_no_better_permutation(cluster: Cluster, layout: Layout) -> None:
     """Tests all permutations of 6 or 8 GPUs with rank 0 on the first one."""
@@ -150,7 +150,7 @@ def test_h100_tp8_keeps_the_default_order() -> None:
     assert search(a_cluster(16), layout, some_traffic(layout))[0].is_default
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nvl72_search_finds_one_replica_a_domain() -> None:
     """Tests MLPerf's 405B on GB200: tp4 cp2 pp8, --segment=16, rank order tp-cp-pp-dp."""
     cluster, layout = nvl72(8 * 18), Layout(tp=4, cp=2, pp=8, dp=8)
@@ -169,7 +169,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
     assert (best.placement.slots == known.slots).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shuffled_nodes_cost_no_more_than_sorted_ones() -> None:
     """Slurm alternates between the nodes of two units; auto reorders them."""
     cluster = a_cluster(8, unit_nodes=4, oversubscription=4.0)
@@ -196,7 +196,7 @@ def test_unreadable_placements_name_the_nearest_choice() -> None:
         place("auto", a_cluster(1), layout, some_traffic(layout))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_search_answers_in_time() -> None:
     """It took, on one busy core, 0.2 s for 16,384 GPUs, and 2 s for 1,000,000, where it only
     compares orders."""

@@ -373,7 +373,7 @@ def test_a_dangling_link_is_refused_and_kept(tmp_path: Path) -> None:
 # --- size ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_imports_no_torch() -> None:
     code = (
         "import sys\n"
@@ -388,7 +388,7 @@ def test_the_command_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_rank_of_a_million_is_in_the_right_groups() -> None:
     case = config(preset("superpod", nodes=125_000), tp=8, pp=8, show_search=0)
     report = make_report(case, TYPED, {}, case.topology)

@@ -1,0 +1,76 @@
+"""Tests that the committed times of all tests are whole, and that the default set stays short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.times import LIMIT_S, SETS, complaints, cpu_seconds, files_of_tests, read, write
+
+# A process that ends before its child, which then works; and one that is waited for.
+ORPHAN = """
+import os, time
+if os.fork() == 0:
+    if os.fork() == 0:
+        time.sleep(0.3)
+        end = time.process_time() + 0.5
+        while time.process_time() < end:
+            pass
+    os._exit(0)
+os.wait()
+"""
+MEASURE = f"""
+import os, subprocess, sys, time
+from tests.times import adopt_orphans, cpu_seconds
+adopt_orphans()
+before = cpu_seconds(os.getpid())
+subprocess.run([sys.executable, "-c", {ORPHAN!r}], check=True)
+time.sleep(1.5)
+print(cpu_seconds(os.getpid()) - before)
+"""
+
+
+def test_the_table_has_every_file_and_the_default_set_takes_six_minutes() -> None:
+    assert complaints(read(), files_of_tests()) == []
+
+
+def test_a_file_that_takes_longer_is_named_with_the_sets() -> None:
+    rows = {"tests/a/test_one.py": {"default": LIMIT_S, "more": 1.0}, "test_two.py": {"fast": 1.0}}
+    (sentence,) = complaints(rows, [*rows])
+    assert "651 CPU seconds, and may take 650" in sentence
+    assert "fast 1 s, default 650 s, nightly 0 s, more 1 s" in sentence
+    assert "tests/a/test_one.py 650.0 s, test_two.py 1.0 s" in sentence
+
+
+def test_a_file_that_is_new_is_named_with_the_command_that_measures_it() -> None:
+    (sentence,) = complaints({"test_two.py": {"fast": 1.0}}, ["test_new.py", "test_two.py"])
+    assert sentence.endswith("add them: ./launch/test.sh test_new.py --write-times")
+    assert "test_two.py, which are gone" in complaints({"test_two.py": {"fast": 1.0}}, [])[0]
+    assert "sets are fast" in complaints({"test_two.py": {"slow": 1.0}}, ["test_two.py"])[0]
+
+
+def test_files_that_ran_replace_their_lines(tmp_path: Path) -> None:
+    table = tmp_path / "times.json"
+    one, two = files_of_tests()[:2]
+    write(table, {one: {"fast": 1.0, "more": 2.0}, two: {"default": 3.04}, "gone.py": {"fast": 1}})
+    write(table, {one: {"nightly": 4.0}})
+    assert read(table) == {one: {"nightly": 4.0}, two: {"default": 3.0}}
+    assert set(SETS) >= {name for sets in read().values() for name in sets}
+
+
+@pytest.mark.slow
+def test_seconds_of_a_process_whose_parent_is_gone_count() -> None:
+    root = Path(__file__).parents[2]
+    said = subprocess.run(
+        (sys.executable, "-c", MEASURE), cwd=root, capture_output=True, text=True, check=True
+    )
+    assert float(said.stdout) >= 0.45
+
+
+def test_a_process_without_children_counts_its_own_seconds() -> None:
+    used = os.times()
+    assert cpu_seconds(os.getpid()) >= used.user + used.system - 0.05
