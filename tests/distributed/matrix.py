@@ -530,21 +530,20 @@ def on_streams() -> list[Levels]:
     return [chosen().found[at] for at in cover(small)]
 
 
-ON_ROUNDING = ("zero", "optimizer")  # with settings that round differently from a sum in fp64
-
-
 def often() -> list[Levels]:
     """Returns the combinations that run for each change: those that hold each pair which is not
-    `later` exactly, and few others.
+    later exactly, and few others.
 
     A training in low precision is only compared to a hundredth, so for most features it shows no
     more than the exact training with the feature. The exceptions keep or sum numbers of several
-    dtypes: each precision has each level of `ON_ROUNDING`. A compiled one takes long, and
-    test_compiled has some.
+    dtypes: each precision is there once, and bf16 with each level of `zero`. A compiled one takes
+    long.
     """
     found = chosen().found[: chosen().first]
     rounded = {
-        at: frozenset((levels["precision"], name, levels[name]) for name in ON_ROUNDING)
+        at: frozenset((levels["precision"], level) for level in ("any", levels["zero"]))
+        if levels["precision"] == "bf16"
+        else frozenset({(levels["precision"], "any")})
         for at, levels in enumerate(found)
         if levels["precision"] != "fp64" and not levels["compile"]
     }

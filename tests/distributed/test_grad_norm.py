@@ -169,7 +169,10 @@ def each_beside_one_process(ranks: int) -> dict[str, list[tuple[float, float]]]:
     return {name: beside_one_process(*layout) for name, layout in LAYOUTS[ranks].items()}
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(ranks, marks=[pytest.mark.nightly] * (ranks > 4)) for ranks in LAYOUTS],
+)
 def test_norm_and_gradients_are_those_of_one_process(ranks: int, pool: Pool) -> None:
     for found in pool.run(ranks, each_beside_one_process, ranks):
         for layout, off in found.items():

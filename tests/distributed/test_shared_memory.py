@@ -26,6 +26,8 @@ from parallel3d.pipeline.p2p import SLOTS, SharedP2P
 from tests.distributed.pool import Pool
 from tests.pace import in_time
 
+pytestmark = pytest.mark.nightly
+
 
 def tp_group(size: int, timeout_s: float = 30.0) -> Group:
     return ProcessGroups.create(Layout(tp=size), "cpu", timeout_s).tp
@@ -108,7 +110,6 @@ def overlapped(size: int) -> list[float]:
     return [tensor[0].item() for tensor in tensors]
 
 
-@pytest.mark.nightly
 def test_operations_in_flight_may_be_waited_for_in_any_order(pool: Pool) -> None:
     assert pool.run(2, overlapped, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
@@ -139,7 +140,6 @@ def missing_peer(size: int) -> str:
     return answer
 
 
-@pytest.mark.nightly
 def test_a_missing_peer_is_named_after_the_timeout(pool: Pool) -> None:
     answers = pool.run(2, missing_peer, 2)
     assert answers[0] == "member 1 of the group has sent no signal for 0.3 s"
@@ -154,7 +154,6 @@ def memory_of_a_group() -> float:
     return memory.timeout_s
 
 
-@pytest.mark.nightly
 def test_the_memory_of_a_group_waits_as_long_as_the_group(pool: Pool) -> None:
     assert pool.run(2, memory_of_a_group) == [7.0, 7.0]
 
@@ -174,7 +173,6 @@ def peer_that_lets_go(size: int) -> str:
     return answer
 
 
-@pytest.mark.nightly
 def test_a_peer_that_ended_is_named_long_before_the_timeout(pool: Pool) -> None:
     start = time.monotonic()
     assert pool.run(2, peer_that_lets_go, 2)[0] == "member 1 of the group has ended"
@@ -195,7 +193,6 @@ def several_large_sums(size: int) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(tensors, sums, strict=True)]
 
 
-@pytest.mark.nightly
 def test_sums_larger_than_a_slot_are_sent_in_pieces(pool: Pool) -> None:
     assert pool.run(4, several_large_sums, 4) == [[True] * 3] * 4
 
@@ -212,7 +209,6 @@ def without_room(size: int) -> tuple[bool, float]:
     return group.shared is None, collectives.all_reduce(torch.ones(1), group).item()
 
 
-@pytest.mark.nightly
 def test_ranks_that_cannot_share_memory_use_the_network(pool: Pool) -> None:
     assert pool.run(4, without_room, 4) == [(True, 4.0)] * 4
 
@@ -245,7 +241,6 @@ def links_of_the_memory(size: int) -> tuple[int, list[str]]:
     return max(names), [line.split("/", 1)[1] for line in shared if "parallel3d" in line]
 
 
-@pytest.mark.nightly
 def test_the_memory_never_has_a_name_that_could_be_left_behind(pool: Pool) -> None:
     for names, files in pool.run(2, links_of_the_memory, 2):
         assert names == 0
@@ -262,7 +257,6 @@ def other_file(size: int) -> bool:
         shared_memory._attach = attach
 
 
-@pytest.mark.nightly
 def test_another_file_in_its_place_is_not_used(pool: Pool) -> None:
     assert pool.run(2, other_file, 2) == [True, True]
 
@@ -285,7 +279,6 @@ def wait_with_the_clock_set_back(size: int) -> float:
     return answer
 
 
-@pytest.mark.nightly
 def test_setting_the_clock_moves_no_deadline(pool: Pool) -> None:
     assert in_time(pool.run(2, wait_with_the_clock_set_back, 2)[0], 3)
 

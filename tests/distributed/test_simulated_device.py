@@ -16,6 +16,8 @@ from parallel3d.simulated_device.device import SimulatedModule
 from parallel3d.simulated_device.machine import ROUNDING, Race, SimulatedMachine
 from tests.distributed.simulated import SimulatedPool, here
 
+pytestmark = pytest.mark.nightly
+
 # PyTorch calls the last one for every device that is not one of its own.
 OWN_NAMES = {"machine", "fused_kernel", "get_amp_supported_dtype"}
 

@@ -78,6 +78,7 @@ def flip_a_bit(folder: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.nightly
 def test_ls_shows_steps_layout_loss_and_damage(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_export_and_import_give_the_same_weights(
     assert sorted(p.name for p in runs.parent.iterdir()) == ["hf", "runs"]
 
 
+@pytest.mark.nightly
 def test_average_is_the_mean_of_the_last_weights(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_rank_that_waits_ends_on_a_signal(shell: Shell, rank: int) -> None:
     assert not (shell.cwd / "runs" / "w").exists()
 
 
+@pytest.mark.nightly
 def test_only_a_rank_of_another_step_is_refused(shell: Shell) -> None:
     """Both runs use one port, as if their job numbers had led to it."""
     port = f"launch.master_port={free_port()}"
@@ -97,6 +98,7 @@ def test_only_a_rank_of_another_step_is_refused(shell: Shell) -> None:
     assert (ended(first).code, second.code) == (0, 0)
 
 
+@pytest.mark.nightly
 def test_only_ranks_of_another_run_are_refused(shell: Shell) -> None:
     port = free_port()
     first = start(shell, by_hand(0, port), "run=a")
@@ -108,6 +110,7 @@ def test_only_ranks_of_another_run_are_refused(shell: Shell) -> None:
     assert not (shell.cwd / "runs" / "b").exists()
 
 
+@pytest.mark.nightly
 def test_a_step_of_several_runs_is_refused_as_a_whole(shell: Shell) -> None:
     place = detect(task(0, step=2))
     assert place is not None
@@ -126,6 +129,7 @@ def test_ranks_of_mpirun_are_one_run(shell: Shell) -> None:
     assert len(list((shell.cwd / "runs").iterdir())) == 1
 
 
+@pytest.mark.nightly
 def test_a_batch_script_of_many_tasks_is_refused_with_srun_as_the_remedy(shell: Shell) -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "16"}
     end = ended(start(shell, batch))

@@ -205,6 +205,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended,
             shell.end_all()
 
 
+@pytest.mark.nightly
 def test_sweep_runs_every_job_in_its_own_directory(
     commands: dict[str, tuple[Ended, Path]],
 ) -> None:

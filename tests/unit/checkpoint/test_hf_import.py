@@ -26,7 +26,7 @@ from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.huggingface import GROUPED, SIZES, save_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -26,7 +26,7 @@ from tests.kernels import no_kernels
 from tests.unit.models.test_recompute import MODEL, NOTHING, hidden, middle_stage
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("on_accelerator", [False, True])
 def test_ranks_take_turns_to_compile_on_a_cpu_only(
     on_accelerator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
