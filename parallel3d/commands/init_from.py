@@ -152,12 +152,21 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
     import torch
 
     from parallel3d.checkpoint.hf.folder import read_hf_config
+    from parallel3d.checkpoint.hf.their_code import check_unread
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process in which torch has started threads cannot fork ranks
     try:
         with _as_init_from():
             found = read_hf_config(folder)
+            check_unread(
+                f"from={folder}",
+                found.kind,
+                found.unread,
+                "init_from compares no logits",
+                f"import it, as in parallel3d checkpoint import from={folder} run=NAME, which "
+                "compares them, and give init_from=NAME",
+            )
             model = ModelConfig(**found.keys)
             path, tokenizer, of_bytes = folder / TOKENIZER, None, False
             if path.is_file():

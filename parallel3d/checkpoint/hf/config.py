@@ -1,13 +1,13 @@
 """Converts between config.json of Hugging Face models and our `model` section, key by key.
 
-A key without a counterpart is refused in one sentence. Values that config.json leaves out are the
+A value without a counterpart is refused in one sentence; keys that are not read are returned. Values that config.json leaves out are the
 defaults of transformers' configuration classes. This module neither imports torch nor opens files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.checkpoint.hf.experts import (
     MTP,
@@ -63,39 +63,14 @@ EOS = "eos_token_id"
 TYPE = "model_type"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Keys that cannot change a logit of these families in evaluation, grouped by purpose. In
-# transformers 5.23.0, `modeling_utils`, `masking_utils` and `modeling_*` either do not use them, or
-# use them only for other purposes.
-_HARMLESS = {
-    "the file": "_name_or_path name_or_path _commit_hash architectures transformers_version dtype "
-    "torch_dtype finetuning_task task_specific_params tokenizer_class model_max_length "
-    "max_sequence_length n_ctx output_past predict_special_tokens transformers.js_config "
-    "unsloth_fixed unsloth_version is_llama_config n_special",
-    "tokens": "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id "
-    "mask_token_id decoder_start_token_id prefix",
-    "training": "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop "
-    "gradient_checkpointing pretraining_tp use_bfloat16 tf_legacy_loss",
-    "other heads": "classifier_dropout num_labels _num_labels id2label label2id problem_type "
-    "summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels "
-    "summary_type summary_use_proj",
-    "the output of a call": "output_attentions output_hidden_states return_dict torchscript "
-    "tie_last_hidden_states is_decoder",
-    "the implementation": "reorder_and_upcast_attn _attn_implementation_autoset "
-    "_flash_attn_2_enabled",
-    "Qwen's window, in other families": "max_window_layers",
-    "generation": "use_cache cache_implementation assistant_confidence_threshold "
-    "assistant_lookbehind bad_words_ids "
-    "begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
-    "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
-    "forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
-    "no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups "
-    "num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty "
-    "return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p",
-}
-HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
+# Keys that describe the file or what a call returns, and not the model.
+ABOUT = frozenset(
+    ("architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+    + ("output_attentions", "output_hidden_states", "return_dict")
+)
 ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
-# Keys that can change the logits of models of these families → values that do not change them.
-FIXED: dict[str, tuple[Any, ...]] = {
+# Keys that few models use → the values with which no model of these families changes.
+EXPECTED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -103,13 +78,30 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0,),
     "pruned_heads": (None, {}),
     "tie_encoder_decoder": (False,),
-    "quantization_config": (None,),
     "use_mrope": (False,),
-    "transformers_weights": (None,),  # names a weights file other than the usual ones
     "rope_interleaved": (False,),
     "attn_implementation": ATTENTION,
     "_attn_implementation": ATTENTION,
 }
+# Keys with which the files hold other tensors than those of the model → their allowed values.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "transformers_weights": (None,),  # names a weights file other than the usual ones
+}
+
+
+class Reading(NamedTuple):
+    """What config.json says of a model.
+
+    Attributes:
+        kind: the format, such as "llama".
+        keys: keys of our `model` section.
+        unread: keys that parallel3d does not read, with their values.
+    """
+
+    kind: str
+    keys: dict[str, Any]
+    unread: dict[str, Any]
 
 
 def hf_kind(model: ModelConfig, like: str | None = None) -> str:
@@ -340,10 +332,10 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the format and the `model` section of a config.json.
+def from_hf(config: dict[str, Any]) -> Reading:
+    """Returns the format and the `model` section of a config.json, and the keys it did not read.
 
-    Raises UserError if a key is unknown or has a value that our model cannot express.
+    Raises UserError if a key has a value that our model cannot express.
     """
     kind = config.get(TYPE)
     if kind not in FAMILIES:
@@ -355,6 +347,8 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         )
     family = FAMILIES[kind]
     keys = Keys(config, aliases=family.aliases)
+    for key, allowed in EXPECTED.items():
+        keys.expect(key, allowed)
     for key, allowed in (FIXED | dict(family.fixed)).items():
         default = family.defaults.get(key, allowed[0])
         keys.require(key, allowed, default, WHY.get(key, ""))
@@ -368,8 +362,8 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if found["num_layers"] > most:  # checked before building lists with an entry per layer
         raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
-    keys.finish(HARMLESS | {TYPE, *family.harmless.split()})
-    return kind, found
+    about = {*ABOUT, TYPE, *TOKENS, *family.dropouts, *family.ignored.split()}
+    return Reading(kind, found, keys.finish(about))
 
 
 def _from_gpt2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -447,7 +441,7 @@ def _attention(keys: Keys, family: Family) -> dict[str, Any]:
     if family.bias_key is not None:
         biased = keys.get(family.bias_key, family.defaults.get(family.bias_key, False), bool)
     else:
-        keys.require("attention_bias", (biased,), biased)
+        keys.expect("attention_bias", (biased,))
     words = family.biases if biased else None
     if family.out_bias_key is not None and keys.get(family.out_bias_key, False, bool):
         if not biased:
@@ -456,7 +450,7 @@ def _attention(keys: Keys, family: Family) -> dict[str, Any]:
             )
         words = "all"
     if not family.has_mlp_bias:
-        keys.require("mlp_bias", (False,), False)
+        keys.expect("mlp_bias", (False,))
         return found | {"bias": False, "attention_bias": words}
     in_mlp = keys.get("mlp_bias", False, bool)
     same = "all" if in_mlp else None

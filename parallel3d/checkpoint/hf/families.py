@@ -160,7 +160,8 @@ class Family:
         aliases: other name of a key → the key, as in transformers' `attribute_map`.
         fixed: further keys that may change the logits of this family → their harmless values. An
             absent key has its value in `defaults`, or else the first harmless value.
-        harmless: further keys that change no logit of this family, separated by spaces.
+        ignored: further keys of the family's config class that its model ignores, separated by
+            spaces.
         norms: transformers' module of each norm in a layer → ours.
         joined: transformers' module that joins several projections → ours, separated by spaces.
         head_dim: default of `head_dim`; None means hidden_size / num_attention_heads.
@@ -208,7 +209,7 @@ class Family:
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    harmless: str = ""
+    ignored: str = ""
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     joined: Mapping[str, str] = field(default_factory=dict)
     head_dim: int | None = None
@@ -473,7 +474,7 @@ FAMILIES: dict[str, Family] = {
         | {"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,)}
         | {"qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,)}
         | {f"layernorm_{part}_beta": (1.0,) for part in ("full_attention", "mlp")},
-        harmless="use_mtp num_mtp_modules mtp_transformer_layers mlp_intermediate_size "
+        ignored="use_mtp num_mtp_modules mtp_transformer_layers mlp_intermediate_size "
         "layernorm_linear_attention_beta shared_moe_mode",
         head_dim=128,
         norm_of_heads="full",
@@ -504,7 +505,7 @@ FAMILIES: dict[str, Family] = {
         _sizes(3072, 32, 32, None, 8192, 4096, 32064, 1e-5),
         # Keys of Microsoft's own code. transformers neither reads them nor runs that code.
         fixed={"lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
-        harmless="auto_map",
+        ignored="auto_map",
         joined=_JOINED_QKV | _JOINED_MLP,
         dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
         has_head_dim=False,
@@ -531,7 +532,7 @@ FAMILIES: dict[str, Family] = {
         "Seed-OSS",
         "SeedOssForCausalLM",
         _sizes(4096, 64, 80, 8, 27648, 524288, 155136) | {"attention_bias": True},
-        harmless="residual_dropout",
+        ignored="residual_dropout",
         dropouts=("attention_dropout", "residual_dropout"),
         head_dim=128,
         null_head_dim=True,
@@ -612,7 +613,7 @@ FAMILIES: dict[str, Family] = {
         | _GEMMA_DEFAULTS
         | {"attn_logit_softcapping": 50.0},
         fixed=_GEMMA_FIXED,
-        harmless="hidden_act",
+        ignored="hidden_act",
         norms=GEMMA_NORMS,
         head_dim=256,
         whole_heads=True,
@@ -634,7 +635,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         _sizes(2304, 26, 8, 4, 9216, 131072, 262208) | _GEMMA_DEFAULTS,
         fixed=_GEMMA_FIXED,
-        harmless="hidden_act _sliding_window_pattern",
+        ignored="hidden_act _sliding_window_pattern",
         norms=GEMMA_NORMS,
         head_dim=256,
         whole_heads=True,

@@ -225,6 +225,7 @@ class HFFolder:
         mtp: number of layers of multi-token prediction that may follow the model's own layers.
         notices: sentences on what an import leaves out or keeps unchanged.
         wrapped: whether the model is the text part of a vision model.
+        unread: keys of config.json that parallel3d does not read, with their values.
     """
 
     kind: str
@@ -234,6 +235,7 @@ class HFFolder:
     mtp: int = 0
     notices: tuple[str, ...] = ()
     wrapped: bool = False
+    unread: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_hf_config(folder: Path) -> HFFolder:
@@ -247,7 +249,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     try:
         wrapped = config.get(TYPE) in WRAPPERS
         config = text_part(config) if wrapped else config
-        kind, keys = from_hf(config)
+        kind, keys, unread = from_hf(config)
         model = ModelConfig(**keys)
         check_fields(dataclasses.replace(Config(), model=model))
         check_experts(model)
@@ -267,7 +269,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped)
     if untied:
         keys["tie_embeddings"] = False
-    return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped)
+    return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped, unread)
 
 
 def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Reads config.json key by key, and refuses keys that parallel3d does not understand."""
+"""Reads config.json key by key, and collects the keys that parallel3d does not understand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _REFUSED = object()
 
 
 class Keys:
-    """Reads keys of config.json or of an object in it; `finish` refuses keys that were not read."""
+    """Reads keys of config.json or of an object in it; `finish` returns those that were not read.
+
+    A key that is not read may change the model's results, or not: only a comparison with
+    transformers can tell.
+    """
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class Keys:
         """
         self.where = where
         self._left = dict(content)
+        self._doubtful: dict[str, Any] = {}
         for alias, key in (aliases or {}).items():
             if alias in self._left:
                 self._left[key] = self._left.pop(alias)
@@ -76,19 +81,31 @@ class Keys:
     def has(self, key: str) -> bool:
         return key in self._left
 
-    def finish(self, harmless: Collection[str] = ()) -> None:
-        """Raises UserError if there is a key that was not read and is not `harmless`."""
-        for key, value in self._left.items():
-            if key not in harmless:
-                raise UserError(
-                    f"{self.where} has {key}={_brief(value)}, which parallel3d does not know and "
-                    "which may change the model's results: remove the key if it has no effect"
-                )
+    def expect(self, key: str, allowed: tuple[Any, ...]) -> None:
+        """Takes a key that most models ignore; with another value it counts as not read."""
+        if (value := self.take(key, allowed[0])) not in allowed:
+            self._doubtful[key] = value
+
+    def include(self, name: str, inner: Keys) -> None:
+        """Counts the keys that were not read in the object `name` as not read here."""
+        self._doubtful |= {f"{name}.{key}": value for key, value in inner.finish().items()}
+
+    def finish(self, about: Collection[str] = ()) -> dict[str, Any]:
+        """Returns the keys that were not read, with their values.
+
+        `about` names keys that describe the file and not the model.
+        """
+        return self._doubtful | {k: v for k, v in self._left.items() if k not in about}
 
     def error(self, key: str, value: Any, must: str) -> UserError:
         return UserError(
             f"{self.where} has {key}={_brief(value)}, which our model cannot express: {must}"
         )
+
+
+def listed(unread: Mapping[str, Any]) -> str:
+    """Returns keys with their values for a sentence."""
+    return ", ".join(f"{key}={_brief(value)}" for key, value in unread.items())
 
 
 def _brief(value: Any) -> str:

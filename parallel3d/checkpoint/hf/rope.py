@@ -76,7 +76,9 @@ def read_rope(
             found["rope_original_length"] = rope.get(ORIGINAL, None, int)
             if found["rope_original_length"] is None:
                 raise rope.error(ORIGINAL, None, "it must be a whole number")
-    rope.finish([ORIGINAL] if family.has_temperature else [])
+    if family.has_temperature:
+        rope.take(ORIGINAL, None)  # read above, unless the scaling's own reader has read it
+    keys.include(NEW, rope)
     return found
 
 
@@ -104,8 +106,8 @@ def _read_by_kind(
         # transformers reads this key at the top level only, so that it would have no effect here.
         rope.require("truncate", (True,), True)
         found[kind] = _read(keys, rope, family, positions, width, base)
-        rope.finish()
-    by_kind.finish()
+        keys.include(f"{NEW}.{kind}", rope)
+    keys.include(NEW, by_kind)
     full, sliding = found[THEIR_FULL], found[THEIR_SLIDING]
     if not slides or sliding == full:
         return full

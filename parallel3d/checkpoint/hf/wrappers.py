@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel3d.checkpoint.hf.config import FIXED, TOKENS, TYPE
+from parallel3d.checkpoint.hf.config import EXPECTED, FIXED, TOKENS, TYPE
 from parallel3d.checkpoint.hf.families import FAMILIES, GEMMA3, LLAMA, MISTRAL
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.data.tokenizer import CHAT_TEMPLATE, CONFIG, LARGEST_BESIDE, PROCESSORS_TEMPLATE
@@ -68,7 +68,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     wrapper = WRAPPERS[config[TYPE]]
     keys = Keys(config)
-    for key, allowed in FIXED.items():
+    for key, allowed in (EXPECTED | FIXED).items():
         keys.require(key, allowed, allowed[0])
     text = keys.get(TEXT, None, dict)
     if text is None:

@@ -268,9 +268,13 @@ def import_run(
     """
     source = read_hf_config(folder)
     config = _configuration(folder, run, runs_dir, source.keys, overrides)
-    unproven = "prove=false" if prove is False else why_not(config.model)
+    unproven = "prove=false compares no logits" if prove is False else why_not(config.model)
     if prove and unproven:
         raise UserError(f"prove=true: {unproven}")
+    if unproven:
+        remedy = "remove the keys from config.json if they have no effect"
+        remedy += ", or leave prove=false out" if prove is False else ""
+        check_unread(f"from={folder}", source.kind, source.unread, unproven, remedy)
     tokenizer = tokenizer_to_import(folder, config.data.tokenizer, config.model.vocab_size)
     dtype = master_dtype(config.precision)
     tensors = tensors_of(
