@@ -30,8 +30,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from parallel3d.checkpoint.hf.config import FIXED, HARMLESS
+from parallel3d.checkpoint.hf.config import ABOUT, EXPECTED, FIXED
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.generate import state_of
 from parallel3d.config.schema import ModelConfig
@@ -406,12 +407,12 @@ def absurd(case: Case) -> None:
 
 def unknown(case: Case) -> None:
     """Adds a key of another family."""
-    case.config[case.rng.choice((*FOREIGN.split(), *FIXED))] = case.rng.choice(VALUES)
+    case.config[case.rng.choice((*FOREIGN.split(), *EXPECTED, *FIXED))] = case.rng.choice(VALUES)
 
 
 def harmless(case: Case) -> None:
     """Gives ignored keys any value."""
-    for key in case.rng.sample(sorted(HARMLESS), 4):
+    for key in case.rng.sample(sorted(ABOUT), 4):
         case.config[key] = case.rng.choice((*PLAUSIBLE, case.rng.choice(VALUES)))
 
 
@@ -462,7 +463,9 @@ def wrapped(case: Case) -> None:
     if tied is not None:
         case.whole["tie_word_embeddings"] = tied
     if rng.random() < 0.3:
-        case.whole[rng.choice(("image_token_index", "vocab_size", *FIXED))] = rng.choice(VALUES)
+        case.whole[rng.choice(("image_token_index", "vocab_size", *EXPECTED, *FIXED))] = rng.choice(
+            VALUES
+        )
     if rng.random() < 0.2:
         case.config["model_type"] = rng.choice(("llama", "mistral", "gemma3_text", "gemma3", None))
 
@@ -561,6 +564,7 @@ def random_case(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Case:
 def read_import(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Returns the model and the tensors that `checkpoint import` reads. Raises UserError."""
     found = read_hf_config(folder)
+    check_unread("from=…", found.kind, found.unread, "no logits are compared", "compare them")
     model = replace(ModelConfig(), **found.keys)
     tensors = tensors_of(
         folder, model, found.kind, dtype=torch.float32, mtp=found.mtp, wrapped=found.wrapped

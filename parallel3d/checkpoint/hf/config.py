@@ -1,7 +1,8 @@
 """Converts between config.json of Hugging Face models and our `model` section, key by key.
 
-A value without a counterpart is refused in one sentence; keys that are not read are returned. Values that config.json leaves out are the
-defaults of transformers' configuration classes. This module neither imports torch nor opens files.
+A value without a counterpart is refused in one sentence; keys that are not read are returned. Values
+that config.json leaves out are the defaults of transformers' configuration classes. This module
+neither imports torch nor opens files.
 """
 
 from __future__ import annotations
@@ -63,10 +64,13 @@ EOS = "eos_token_id"
 TYPE = "model_type"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Keys that describe the file or what a call returns, and not the model.
+# Keys that describe the file, other heads, or what a call returns, and not the model.
 ABOUT = frozenset(
-    ("architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
-    + ("output_attentions", "output_hidden_states", "return_dict")
+    (
+        *("architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"),
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+        *("num_labels", "id2label", "label2id", "problem_type", "_commit_hash"),
+    )
 )
 ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
 # Keys that few models use → the values with which no model of these families changes.

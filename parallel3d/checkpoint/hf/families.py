@@ -365,6 +365,9 @@ FAMILIES: dict[str, Family] = {
             "num_attention_heads": "n_head",
             "max_position_embeddings": "n_positions",
         },
+        dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"),
+        ignored="reorder_and_upcast_attn summary_activation summary_proj_to_labels summary_type "
+        "summary_use_proj",
     ),
     QWEN3_MOE: Family(
         "Qwen3-MoE",

@@ -33,8 +33,8 @@ def check_unread(where: str, kind: str, unread: Mapping[str, Any], why: str, rem
     left = {key: unread[key] for key in _mentioned(kind, unread)}
     if left:
         raise UserError(
-            f"{where}: config.json has {listed(left)}, which parallel3d does not read and which may "
-            f"change the model, and {why}; {remedy}"
+            f"{where}: config.json has {listed(left)}, which parallel3d does not read and which "
+            f"may change the model, and {why}; {remedy}"
         )
 
 
@@ -65,6 +65,7 @@ def _code_of(kind: str) -> dict[str, str] | None:
         return None
     root, name = Path(spec.origin).parent, kind.removesuffix("_text")
     files = {root / "models" / name / f"configuration_{name}.py": "self"}
+    files[root / "configuration_utils.py"] = "self"
     files |= dict.fromkeys((root / "models" / name / f"modeling_{name}.py",), "config")
     files |= dict.fromkeys((root / shared for shared in SHARED), "config")
     if not all(file.is_file() for file in files):

@@ -23,6 +23,8 @@ from parallel3d.checkpoint.hf.folder import (
     read_hf_config,
     tensors_of,
 )
+from parallel3d.checkpoint.hf.read_keys import listed
+from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
 from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
 from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, find_checkpoint, title
@@ -317,7 +319,19 @@ def _prove(
     def fill(stage: Stage) -> None:
         read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
 
-    return verdict(folder, model, theirs, fill, dtype)
+    try:
+        proof = verdict(folder, model, theirs, fill, dtype)
+    except UserError as error:
+        if not source.unread:
+            raise
+        raise UserError(
+            f"{error}; the reason may be {listed(source.unread)} in config.json, which parallel3d "
+            "does not read"
+        ) from None
+    if source.unread:
+        proof += f"; {listed(source.unread)} in config.json, which parallel3d does not read, "
+        proof += "changes none of them"
+    return proof
 
 
 def _configuration(

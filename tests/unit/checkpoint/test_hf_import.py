@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -205,33 +206,19 @@ def test_a_low_frequency_factor_above_the_high_one_is_refused(low: float) -> Non
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5, which parallel3d does not know"),
-        ("llama", {"attention_chunk_size": 4}, "attention_chunk_size=4"),
         ("llama", {"sliding_window": 4}, "sliding_window=4"),
-        ("llama", {"per_layer_config": {"0": {"mlp_bias": True}}}, "per_layer_config="),
-        ("llama", {"configuration_files": ["config.5.0.0.json"]}, "configuration_files="),
-        ("llama", {"auto_map": {"AutoModel": "m.M"}}, "auto_map="),
         ("llama", {"hidden_size": None}, "hidden_size=null"),
         ("llama", {"num_hidden_layers": 2.0}, "num_hidden_layers=2.0"),
         ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps=1e-6"),
         ("llama", {"attention_bias": 0}, "attention_bias=0"),
         ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta=null"),
         ("llama", {"rope_parameters": {"rope_theta": "500"}}, "rope_theta=500"),
-        (
-            "llama",
-            {"rope_parameters": {"mscale": 2.0}},
-            "the object rope_parameters of config.json has mscale",
-        ),
         ("llama", {"num_attention_heads": 5}, "not a multiple of num_attention_heads=5"),
         ("llama", {"head_dim": 9}, "heads of 9"),
         ("llama", {"layer_types": ["full_attention"]}, "layer_types for 1 layer, but"),
         ("llama", {"eos_token_id": [1, "2"]}, "eos_token_id=[1,2]"),
-        ("qwen2", {"attention_bias": False}, "attention_bias=false"),
         ("qwen2", {"head_dim": None}, "head_dim=null"),
-        ("qwen3", {"mlp_bias": True}, "mlp_bias=true"),
         ("gpt2", {"num_attention_heads": None}, "n_head=null"),
-        ("gpt2", {"rope_theta": 500.0}, "rope_theta=500.0"),
-        ("gpt2", {"x" * 400: 1}, "which parallel3d does not know"),
     ],
 )
 def test_a_key_that_is_not_understood_is_refused(
@@ -239,8 +226,45 @@ def test_a_key_that_is_not_understood_is_refused(
 ) -> None:
     make(kind, **{"head_dim": 12} if kind == "qwen3" else {})
     configure(**changes)
-    sentence = refused()
-    assert said in sentence or "x" * 300 in sentence
+    assert said in refused()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (
+            "llama",
+            {"logit_scale": 0.5, "attention_chunk_size": 4, "auto_map": {"AutoModel": "m.M"}},
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 2.0}}),
+        ("qwen2", {"attention_bias": False}),
+        ("qwen3", {"mlp_bias": True, "norm_topk_prob": True}),
+        ("gpt2", {"rope_theta": 500.0, "x" * 400: 1}),
+    ],
+)
+@pytest.mark.parametrize("words", [(), ("prove=false",)])
+def test_a_key_without_effect_in_transformers_is_imported(
+    kind: str, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    make(kind, **{"head_dim": 12} if kind == "qwen3" else {})
+    configure(**changes)
+    there_and_back(*words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"per_layer_config": {"0": {"mlp_bias": True}}}, "per_layer_config={"),
+        ({"configuration_files": ["config.5.0.0.json"]}, "configuration_files=["),
+    ],
+)
+def test_a_key_that_every_configuration_reads_is_refused_without_a_proof(
+    changes: dict[str, Any], key: str
+) -> None:
+    make()
+    configure(**changes)
+    assert "cannot load or run it" in refused()
+    assert f"config.json has {key}" in refused("prove=false")
 
 
 @pytest.mark.parametrize(
@@ -284,6 +308,25 @@ def test_an_import_with_other_logits_fails_and_leaves_nothing_behind(
     assert list(Path("runs").iterdir()) == []
     assert checkpoint(["import", "from=hf", "run=t", "prove=false"]) == 0
     assert "not proven: prove=false" in capsys.readouterr().err
+
+
+def test_keys_that_nothing_reads_are_decided_by_the_comparison(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make()
+    configure(unsloth_version="2026.4", mlp_bias=False, residual_multiplier=3.0)
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "unsloth_version=2026.4, residual_multiplier=3.0 in config.json, which parallel3d" in said
+    )
+    assert "changes none of them" in said
+    shutil.rmtree("runs/t")
+    configure(is_causal=False)
+    assert "is_causal=false in config.json, which parallel3d does not read" in refused()
+    sentence = refused("prove=false")
+    assert "config.json has is_causal=false, which" in sentence
+    assert "unsloth_version" not in sentence
 
 
 def test_a_folder_that_transformers_cannot_load_is_imported_only_without_the_comparison() -> None:

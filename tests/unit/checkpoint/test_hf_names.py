@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from parallel3d.checkpoint.hf import their_code
 from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
 from parallel3d.checkpoint.hf.names import hf_tensors
+from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
 
@@ -146,9 +148,7 @@ def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: 
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor=5"),
         ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor=null"),
-        ({"is_causal": False}, "is_causal=false"),
         ({"original_max_position_embeddings": 8.0}, "original_max_position_embeddings=8.0"),
-        ({"residual_multiplier": 0.5}, "residual_multiplier=0.5"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
@@ -163,17 +163,14 @@ def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], 
     [
         (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         (MIXTRAL, {"sliding_window": "4096"}, "sliding_window=4096"),
-        (MIXTRAL, {"norm_topk_prob": True}, "norm_topk_prob=true"),
         (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0"),
         (MIXTRAL, {"num_experts": None}, "num_local_experts=null"),
         (OLMOE, {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         (OLMOE, {"head_dim": 12}, "head_dim=12"),
-        (OLMOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         (QWEN3_MOE, {"use_sliding_window": 1}, "use_sliding_window=1"),
         (QWEN3_MOE, {"layer_types": ["linear_attention"] * 2}, "=linear_attention"),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         (QWEN3_MOE, {"mlp_only_layers": [True]}, "mlp_only_layers=[true]"),
-        (QWEN3_MOE, {"n_shared_experts": 1}, "n_shared_experts=1"),
         (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
         (DOTS1, {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "sliding_wind"),
         (DOTS1, {"n_routed_experts": None}, "n_routed_experts=null"),
@@ -181,7 +178,6 @@ def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], 
         (DOTS1, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         (DOTS1, {"scoring_func": "softmax"}, "scoring_func=softmax"),
         (GLM, {"rope_parameters": {"partial_rotary_factor": 0.6}}, "partial_rotary_factor=0.6"),
-        (GLM, {"index_topk": 64}, "index_topk=64"),
         (MINIMAX, {"attn_type_list": [1, 0]}, "attn_type_list=[1,0]"),
         (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
         (MINIMAX, {"use_routing_bias": False}, "use_routing_bias=false"),
@@ -196,13 +192,55 @@ def test_unsupported_experts_are_refused_by_their_key(
     assert "\n" not in str(refused.value)
 
 
+# Keys that no reader knows, by model; the code of transformers does not mention them.
+IGNORED = [
+    (LLAMA, {"residual_multiplier": 0.5, "unsloth_version": "2026.4"}),
+    (QWEN3_MOE, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+    (OLMOE, {"shared_expert_intermediate_size": 8}),
+    (MIXTRAL, {"norm_topk_prob": True}),
+    (GLM, {"index_topk": 64}),
+    (MINIMAX, {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("model", "unread"), IGNORED)
+def test_a_key_without_effect_in_transformers_is_taken(
+    model: ModelConfig, unread: dict[str, Any]
+) -> None:
+    plain = from_hf(to_hf(model, "fp32"))
+    found = from_hf(to_hf(model, "fp32") | unread)
+    assert (found.keys, found.unread, plain.unread) == (plain.keys, unread, {})
+    check_unread("from=hf", found.kind, unread, "nothing is compared", "compare them")
+
+
+@pytest.mark.parametrize(
+    ("model", "unread"), [(LLAMA, {"is_causal": False}), (GPT, {"add_cross_attention": True})]
+)
+def test_a_key_that_transformers_reads_needs_a_proof(
+    model: ModelConfig, unread: dict[str, Any]
+) -> None:
+    found = from_hf(to_hf(model, "fp32") | unread | {"vision_tower": "clip"})
+    assert found.unread == unread | {"vision_tower": "clip"}
+    [(key, value)] = unread.items()
+    with pytest.raises(UserError) as refused:
+        check_unread("from=hf", found.kind, found.unread, "nothing is compared", "compare them")
+    assert f"from=hf: config.json has {key}={str(value).lower()}, which" in str(refused.value)
+    assert str(refused.value).endswith("nothing is compared; compare them")
+
+
+def test_without_transformers_every_key_needs_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(their_code.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="has unsloth_version=2026, which"):
+        check_unread("from=hf", "llama", {"unsloth_version": "2026"}, "nothing is compared", "…")
+
+
 def test_layers_are_dense_as_the_families_say() -> None:
     config = to_hf(replace(QWEN3_MOE, num_layers=6), "fp32")
-    _, keys = from_hf(config | {"mlp_only_layers": [1, 9], "decoder_sparse_step": 2})
+    _, keys, _ = from_hf(config | {"mlp_only_layers": [1, 9], "decoder_sparse_step": 2})
     assert keys["dense_layers"] == [0, 1, 2, 4]
-    _, keys = from_hf(config | {"mlp_only_layers": None})
+    _, keys, _ = from_hf(config | {"mlp_only_layers": None})
     assert keys["dense_layers"] == []
-    _, keys = from_hf(to_hf(replace(GLM, num_layers=3, dense_layers=[0, 1]), "fp32"))
+    _, keys, _ = from_hf(to_hf(replace(GLM, num_layers=3, dense_layers=[0, 1]), "fp32"))
     assert keys["dense_layers"] == [0, 1]
     assert keys["shared_expert_size"] == 40
 
@@ -227,7 +265,6 @@ def test_names_of_very_many_experts_take_linear_time() -> None:
         {"activation_function": "tanh"},
         {"scale_attn_weights": False},
         {"scale_attn_by_inverse_layer_idx": True},
-        {"add_cross_attention": True},
     ],
 )
 def test_unsupported_gpt2_variants_are_refused(changes: dict[str, Any]) -> None:
@@ -258,7 +295,7 @@ def test_unsupported_gpt2_variants_are_refused(changes: dict[str, Any]) -> None:
     ],
 )
 def test_an_exported_model_is_imported_as_the_same_model(model: ModelConfig) -> None:
-    _, keys = from_hf(to_hf(model, "fp32"))
+    _, keys, _ = from_hf(to_hf(model, "fp32"))
     back = ModelConfig(**keys)
     for name in ("kv_heads", "ffn_size", "max_positions", "head_size", "expert_size", "qkv_bias"):
         assert getattr(back, name) == getattr(model, name), name
@@ -269,9 +306,9 @@ def test_an_exported_model_is_imported_as_the_same_model(model: ModelConfig) -> 
 
 def test_the_names_of_old_transformers_are_read() -> None:
     config = {"model_type": "llama", "rope_theta": 12345.0, "torch_dtype": "float16"}
-    _, keys = from_hf(config)
+    _, keys, _ = from_hf(config)
     assert keys["rotary_base"] == 12345.0
     assert keys["head_dim"] is keys["attention_bias"] is None
     assert (keys["num_layers"], keys["norm_eps"], keys["tie_embeddings"]) == (32, 1e-6, False)
-    _, keys = from_hf({"model_type": "gpt2"})
+    _, keys, _ = from_hf({"model_type": "gpt2"})
     assert (keys["activation"], keys["tie_embeddings"]) == ("gelu_tanh", True)

@@ -602,7 +602,7 @@ FOLDERS = {
 def test_a_recipe_for_fine_tuning_accepts_its_models_published_folder(
     name: str,
 ) -> None:
-    config, (_, keys) = recipe(name), from_hf(FOLDERS[name])
+    config, (_, keys, _) = recipe(name), from_hf(FOLDERS[name])
     theirs = ModelConfig(**keys)
     model = model_from(theirs, config.model, lambda _: True, name, theirs.seq_length)
     assert model.seq_length == config.model.seq_length
@@ -610,7 +610,7 @@ def test_a_recipe_for_fine_tuning_accepts_its_models_published_folder(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_follow_the_published_config(name: str) -> None:
-    _, keys = from_hf(PUBLISHED[name])
+    _, keys, _ = from_hf(PUBLISHED[name])
     content = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
     ours, theirs = ModelConfig(**content), ModelConfig(**keys)
     same = {"name": "", "seq_length": 1, "head_dim": ours.head_size}
