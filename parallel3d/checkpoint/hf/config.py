@@ -1,8 +1,8 @@
 """Converts between config.json of Hugging Face models and our `model` section, key by key.
 
-A value without a counterpart is refused in one sentence; keys that are not read are returned. Values
-that config.json leaves out are the defaults of transformers' configuration classes. This module
-neither imports torch nor opens files.
+A value without a counterpart is refused in one sentence; keys that are not read are returned.
+Values that config.json leaves out are the defaults of transformers' configuration classes. This
+module neither imports torch nor opens files.
 """
 
 from __future__ import annotations
