@@ -268,7 +268,7 @@ def read_row(row: Any) -> Row:
     if not isinstance(row, dict):
         raise Refused("is not an object")
     listed = [name for name in LISTS if row.get(name) is not None]
-    parts = [row.get(PROMPT), row.get(COMPLETION)]
+    parts: list[Any] = [row.get(PROMPT), row.get(COMPLETION)]
     is_split = not listed and all(isinstance(part, list) for part in parts)
     if not listed and not is_split:
         raise Refused(_without_messages(row))
