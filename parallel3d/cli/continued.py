@@ -182,7 +182,7 @@ def _refitted(
     # A breadth-first search. A change that leaves the sentence of the refusal as it was has nothing
     # to do with it. Keys of a later declaration, which matter less, give way first.
     for _ in range(MOST_REFITTED):
-        following = []
+        following: list[tuple[Config, str | None]] = []
         for state, sentence in states:
             values = values_of(state)
             for key in reversed(keys):

@@ -81,8 +81,8 @@ def config_from_run(
     dp = 1
     if app == EVAL:
         dp = config.dp or max(1, (world_size or 1) // config.replica_size)
-    keys = {word.partition("=")[0].lstrip("+~") for word in overrides}
-    ep = config.ep if "ep" in keys else None
+    typed = {word.partition("=")[0].lstrip("+~") for word in overrides}
+    ep = config.ep if "ep" in typed else None
     config = of_run(app, dataclasses.replace(config, dp=dp), world_size, ep=ep)
     if app == EVAL:
         _check_rows(config.eval)
