@@ -101,7 +101,7 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 whole = content.read(LARGEST_DOCUMENT + 1)
                 if len(whole) > LARGEST_DOCUMENT:
                     raise _too_large(source, "is JSON over several lines")
-                content = cast(io.BufferedReader, io.BytesIO(in_lines(whole)))
+                content = cast("io.BufferedReader[io.RawIOBase]", io.BytesIO(in_lines(whole)))
         except NotTaken as error:
             raise not_taken(source, error) from None
         yield content, stored

@@ -364,11 +364,11 @@ def tensors_of(
 def _at(file: Any, place: Place) -> Tensor:
     """Returns the tensor at a place in a file; no other tensor that is joined to it is read."""
     if place.expert is None:
-        return file.get_tensor(place.key)  # type: ignore[no-any-return]
+        return file.get_tensor(place.key)
     whole = file.get_slice(place.key)
     rows = whole.get_shape()[1] // place.parts
     at = slice(place.part * rows, (place.part + 1) * rows)
-    return whole[place.expert : place.expert + 1, at][0]  # type: ignore[no-any-return]
+    return whole[place.expert : place.expert + 1, at][0]
 
 
 def all_finite(tensor: Tensor) -> bool:
