@@ -284,7 +284,11 @@ class WandbLogger:
         run = self._run
         if run is not None and (self._last is None or place > self._last):
             self._last = place
-            self._guard(lambda: run.log(row))
+            # Offline, W&B would number the rows of each session from 0, and `wandb sync` sends
+            # these numbers; online, the server gives the first. With a step given, W&B would hold
+            # the row back until the next one: hence `commit`.
+            number = place.number if self.mode == "offline" else None
+            self._guard(lambda: run.log(row, step=number, commit=True))
 
     def flush(self) -> None:
         """Records the last sent row, so that a resumed run knows which rows W&B lacks."""

@@ -56,6 +56,15 @@ class Row(NamedTuple):
     step: int
     evaluation: bool
 
+    @property
+    def number(self) -> int:
+        """W&B's `_step` of the row offline: it grows with every row, in whatever session.
+
+        It depends on the row alone, since nobody counts the rows that a killed session lost. It is
+        never below the number of earlier rows, so it also follows rows that W&B itself numbered.
+        """
+        return 2 * self.step + self.evaluation
+
 
 @dataclass
 class Session:

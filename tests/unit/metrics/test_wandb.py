@@ -183,7 +183,7 @@ def test_an_error_of_the_run_also_fails_the_wandb_run(
         codes.append(exit_code)
         real(self, exit_code=exit_code)
 
-    def broken(self: wandb.Run, row: dict[str, float]) -> None:
+    def broken(self: wandb.Run, row: dict[str, float], **how: object) -> None:
         raise TypeError("ours")
 
     monkeypatch.setattr(wandb.Run, "finish", finish)
@@ -238,7 +238,7 @@ def test_no_network_at_the_start_falls_back_to_offline(
 def test_a_dead_wandb_process_is_reported_once_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def lost(self: wandb.Run, row: dict[str, float]) -> None:
+    def lost(self: wandb.Run, row: dict[str, float], **how: object) -> None:
         raise ConnectionResetError("Connection lost")
 
     monkeypatch.setattr(wandb.Run, "log", lost)
@@ -341,6 +341,8 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     assert steps == list(range(1, 326))
     assert [row["step"] for row in rows if "eval/loss" in row] == list(range(10, 330, 10))
     assert all(row["tokens"] == row["step"] * 4096 for row in rows)
+    numbers = [row["_step"] for row in rows]  # `wandb sync` sends them as they are
+    assert numbers == sorted(set(numbers))
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     assert (losses[7], losses[300], losses[325]) == ("NaN", 4 / 300, 4 / 325)
 
@@ -407,7 +409,7 @@ def test_the_later_last_step_of_server_and_file_counts(
         assert (options["id"], options["resume"]) == (kept_id(run_dir), "allow")
         run = real(**options | {"mode": "offline", "resume": None})
         monkeypatch.setattr(type(run), "resumed", True)
-        monkeypatch.setattr(run, "log", logged.append)
+        monkeypatch.setattr(run, "log", lambda row, **how: logged.append(row))
         run.summary.update({"step": 2})
         return run
 
