@@ -60,6 +60,7 @@ from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.experts.checks import check_experts
 from parallel3d.files import new_folder, open_regular, plain
+from parallel3d.text import count
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -71,6 +72,7 @@ DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 # Bytes, enough for some 140,000 tensors; a model with 94 layers of 128 experts has 36,946 tensors.
 LARGEST_HEADER = 16 << 20
 EXPERT = ".experts."
+POINTER = b"version https://git-lfs"  # start of a file whose content was not downloaded
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
 
 Read = Callable[[Iterable[str]], dict[str, Tensor]]
@@ -242,9 +244,10 @@ def read_hf_config(folder: Path) -> HFFolder:
     """Reads config.json. Raises UserError if it cannot be read or our model cannot express it."""
     config = read_json(folder, CONFIG, f"from={folder}")
     if not config:
+        _refuse_other_readings(folder, [])
         raise UserError(
             f"from={folder} must be a folder with {CONFIG} and safetensors, written by "
-            "save_pretrained"
+            f"save_pretrained{_nearby(folder)}"
         )
     try:
         wrapped = config.get(TYPE) in WRAPPERS
@@ -270,6 +273,25 @@ def read_hf_config(folder: Path) -> HFFolder:
     if untied:
         keys["tie_embeddings"] = False
     return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped, unread)
+
+
+def _nearby(folder: Path) -> str:
+    """Returns what is there in place of a model's folder, or "", as the end of a sentence."""
+    if not folder.exists():
+        return f"; {folder} does not exist"
+    if not folder.is_dir():
+        parent = folder.parent
+        whole = (parent / CONFIG).is_file()
+        return f"; from={parent} is such a folder" if whole else f"; {folder.name} is a file"
+    for pattern in ("*", "*/*"):  # such as snapshots/<commit> in the hub's cache
+        found = sorted(path.parent for path in folder.glob(f"{pattern}/{CONFIG}"))
+        if found:
+            return f"; the nearest is from={plain(str(found[0]))}"
+    if (folder.parent / CONFIG).is_file():
+        return f"; the nearest is from={folder.parent}"
+    if gguf := sorted(path.name for path in folder.glob("*.gguf")):
+        return f"; {plain(gguf[0])} is of llama.cpp: give the folder from which it was converted"
+    return "; the folder is empty" if not any(folder.iterdir()) else f"; there is no {CONFIG}"
 
 
 def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
@@ -342,8 +364,8 @@ def tensors_of(
         tensors = hf_tensors(model, kind)
         left_out = range(model.num_layers, model.num_layers + mtp)
         tied = model.tie_embeddings
-        count = model.num_experts
-        keys = _match(folder, tensors, where, kind, left_out, count, tied=tied, wrapped=wrapped)
+        experts = model.num_experts
+        keys = _match(folder, tensors, where, kind, left_out, experts, tied=tied, wrapped=wrapped)
         for tensor in tensors:
             if wanted is not None and not wanted & {*tensor.parts}:
                 continue
@@ -402,17 +424,35 @@ def _files(folder: Path) -> list[Path]:
     if pickles := sorted(path.name for path in folder.glob("*.bin")):
         raise UserError(
             f"from={folder} holds {pickles[0]}, which is a pickle and could run any code: "
-            "parallel3d only reads safetensors; save the model again with save_pretrained"
+            "parallel3d only reads safetensors; if you trust the folder, "
+            "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…) of transformers writes them"
         )
-    raise UserError(f"from={folder} holds no {WEIGHTS} and no {INDEX}")
+    if len(found) > 1:
+        raise UserError(
+            f"from={folder} holds {count(len(found), 'file')} of safetensors and no {INDEX}, "
+            "which says what is in each: copy it from where the folder comes"
+        )
+    beside = ""
+    if found:
+        beside = f", but {found[0].name}: rename it if it holds the whole model"
+    elif gguf := sorted(path.name for path in folder.glob("*.gguf")):
+        beside = f", but {plain(gguf[0])} of llama.cpp: give the folder it was converted from"
+    raise UserError(f"from={folder} holds no {WEIGHTS} and no {INDEX}{beside}")
 
 
 def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
     """Raises UserError if a file might make transformers use weights other than parallel3d's."""
     if (folder / ADAPTER).exists():
+        merged = folder.absolute().with_name(f"{folder.absolute().name}-merged")
+        base = read_json(folder, ADAPTER, f"from={folder}").get("base_model_name_or_path")
+        whole = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+        remedy = f", or remove {ADAPTER} if the weights beside it are merged" if whole else ""
         raise UserError(
-            f"from={folder} holds {ADAPTER}, and the model's results depend on whether the "
-            "adapter is applied: merge it into the weights (merge_and_unload), or remove it"
+            f"from={folder} holds {ADAPTER}, an adapter of {plain(str(base or 'another model'))}: "
+            "merge it into the weights with peft, python -c 'from peft import "
+            f'AutoPeftModelForCausalLM as M; M.from_pretrained("{plain(str(folder.absolute()))}")'
+            f'.merge_and_unload().save_pretrained("{plain(str(merged))}")\', and give '
+            f"from={plain(str(merged))}{remedy}"
         )
     shards = [name for name in names if DISTRIBUTED.match(name)]
     if shards:
@@ -430,14 +470,19 @@ def _indexed(folder: Path, paths: Mapping[str, Path]) -> list[Path]:
     missing = [name for name in named if name not in paths]
     if missing:
         name = plain(missing[0])
-        raise UserError(f"from={folder}: {name}, which {INDEX} names, is missing")
+        raise UserError(
+            f"from={folder}: {name}, which {INDEX} names, is missing: download the folder again"
+        )
     return [paths[name] for name in named]
 
 
 def _open(path: Path) -> Any:
     try:
         with open_regular(path) as descriptor:
-            header = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            start = os.pread(descriptor, len(POINTER), 0)
+        if start == POINTER:
+            raise ValueError("it is a pointer of Git LFS: run git lfs pull in its folder")
+        header = int.from_bytes(start[:8], "little")
         if header > LARGEST_HEADER:  # reading such a header would take minutes
             raise ValueError(f"its header of {header:,} bytes is longer than {LARGEST_HEADER:,}")
         return safe_open(path, framework="pt")
@@ -480,7 +525,8 @@ def _match(
         may_be += [Place(k) for k in heads] if tied and tensor.name == EMBEDDINGS[kind] else []
         place = next((one for one in may_be if one.key in where), None)
         if place is None:
-            raise UserError(f"from={folder}: there is no tensor {tensor.name}")
+            why = _other_names(tensor.name, where, wrapped=wrapped)
+            raise UserError(f"from={folder}: there is no tensor {tensor.name}{why}")
         key, required = place.key, place.shape(tensor.shape, experts)
         there = where[key].get_slice(key)
         if tuple(there.get_shape()) != required:
@@ -511,6 +557,22 @@ def _match(
             f"({len(unknown)} of {len(where)} tensors are unknown)"
         )
     return keys
+
+
+def _other_names(name: str, where: Iterable[str], *, wrapped: bool) -> str:
+    """Returns which model has a missing tensor's name in the files, as the end of a sentence."""
+    other = next((key for key in spellings(name, wrapped=not wrapped) if key in where), None)
+    if other is None:
+        return ""
+    if wrapped:
+        return (
+            f" of the vision model that {CONFIG} describes, but {other} of its text model alone: "
+            f"put the object text_config in place of the whole of {CONFIG}"
+        )
+    return (
+        f", but {other}, as in a vision model: {CONFIG} must be that of the whole model, with "
+        "text_config"
+    )
 
 
 def _check_prefixes(folder: Path, keys: Iterable[str]) -> None:

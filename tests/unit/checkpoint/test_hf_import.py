@@ -269,7 +269,7 @@ def test_a_key_that_every_configuration_reads_is_refused_without_a_proof(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("adapter_config.json", "merge it into the weights"),
+        ("adapter_config.json", "merge it into the weights with peft"),
         ("shard-00000-model-00001-of-00001.safetensors", "cannot read distributed checkpoints"),
     ],
 )
