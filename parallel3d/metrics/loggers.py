@@ -15,6 +15,7 @@ from parallel3d.config.identity import decisive
 from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.wandb_ledger import (
+    HEADER_BYTES,
     Beginning,
     Ledger,
     Row,
@@ -202,13 +203,16 @@ def resolve_mode(mode: str) -> str:
 def sync_command(folder: Path) -> str:
     """Returns the command that uploads a run's offline sessions; `folder` is the newest.
 
-    If the run's folder is a copy of another run's, that run's sessions are left out.
+    If the run's folder is a copy of another run's, that run's sessions are left out. So are files
+    without records, which a session leaves that was soon killed: one of them would make `wandb
+    sync` send nothing.
     """
     if len(list(folder.parent.glob("offline-run-*"))) < 2:
         return f"wandb sync {shlex.quote(str(folder))}"
     begin = f"{shlex.quote(str(folder.parent))}/offline-run-*"
     own, is_copy = own_ids(folder.parents[1])
-    return f"wandb sync {' '.join(f'{begin}-{id}' for id in own) if is_copy else begin}"
+    places = " ".join(f"{begin}-{id}" for id in own) if is_copy else begin
+    return f"find {places} -name '*.wandb' -size +{HEADER_BYTES}c -exec wandb sync {{}} +"
 
 
 class WandbLogger:

@@ -43,7 +43,7 @@ _TYPES = frozenset(
         *("alert", "artifact", "use_artifact", "link_artifact", "preempting", "tbrecord"),
     )
 )
-_HEADER_BYTES = 64  # bytes; a file without records is not longer
+HEADER_BYTES = 64  # bytes; a file without records is not longer
 
 
 class UnknownRows(Exception):
@@ -334,7 +334,7 @@ def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | N
             raise UnknownRows(f"W&B's tool shows {path} in an unknown format: {error!r}") from None
     if row is None and strange:
         raise UnknownRows(f"W&B's tool shows {strange} in {path}, but no rows")
-    if not records and path.stat().st_size > _HEADER_BYTES:
+    if not records and path.stat().st_size > HEADER_BYTES:
         raise UnknownRows(f"W&B's tool shows no records of {path}")
     return row
 

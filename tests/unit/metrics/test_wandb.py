@@ -24,6 +24,7 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_ledger import begin, kept_id
 from tests.e2e.ready import run_code
 from tests.wandb_records import wandb_records
+from tests.wandb_server import WandbServer
 
 pytestmark = pytest.mark.nightly
 
@@ -119,7 +120,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert all(command in "".join(text.split("\n")) for text in (begin, end))
     (run_dir / "wandb" / "offline-run-20260101_000000-x").mkdir()
     several = sync_command(Path(summary["wandb"]["folder"]))
-    assert several == f"wandb sync {run_dir / 'wandb'}/offline-run-*"
+    assert several.startswith(f"find {run_dir / 'wandb'}/offline-run-* -name")
 
 
 def test_wandbs_variables_set_keys_that_are_not_given(
@@ -345,6 +346,43 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     assert numbers == sorted(set(numbers))
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     assert (losses[7], losses[300], losses[325]) == ("NaN", 4 / 300, 4 / 325)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["at the end", "after each"])
+def test_wandb_sync_sends_all_sessions_as_one_history_with_growing_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Uploads with W&B's own tool, by the command that we print, to a stub of its server."""
+    run_dir = tmp_path / "my run"
+    run_dir.mkdir()
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+
+    def sync() -> None:
+        newest = max(run_dir.glob("wandb/offline-run-*"))
+        env = os.environ | {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": SECRET}
+        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+        command = ("sh", "-c", sync_command(newest))
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and "ERROR" not in done.stderr, done.stderr
+
+    # The second session resumes from a checkpoint before the first one's last row, and is killed
+    # before a record reaches its file.
+    sessions = ("1-12-end", "11-15-kill", "13-20-end")
+    batches = [sessions] if when == "at the end" else [(one,) for one in sessions]
+    with WandbServer().serving() as server:
+        for batch in batches:
+            done = run_code(SESSIONS, str(run_dir), *batch)
+            assert done.returncode == 0, done.stderr
+            sync()
+    (lines,) = server.lines.values()
+    rows = [lines[place] for place in sorted(lines)]
+    # Nothing was sent over lines that were there.
+    assert sum(count for _, count in server.sent) == len(lines) == 22
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 21))
+    numbers = [row["_step"] for row in rows]
+    assert numbers == sorted(set(numbers))
 
 
 # The same by W&B's own means: `resume`, and explicit steps of rows. A session logs the rows from
