@@ -890,7 +890,9 @@ def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, vocab_size: int, w
         text = beyond_table(tokenizer, vocab_size).get(odd, "")
         raise UserError(
             f"{where} has the token {plain(text)} ({odd}), which lies beyond "
-            f"model.vocab_size={vocab_size}, so the model has no embedding for it: remove it there"
+            f"model.vocab_size={vocab_size}, so the model has no embedding for it: remove it "
+            "from the text or the chat template; a model that is trained from its start may have "
+            f"model.vocab_size={tokenizer.vocab_size}"
         )
 
 
