@@ -161,7 +161,7 @@ def _splits_heads(tp: int, cp: int, style: str, heads: int, kv: str) -> bool:
 
 
 def _splits_tokens(tp: int, cp: int, sp: str, length: int) -> bool:
-    return cp > 1 or length % {"no": 1, "whole": tp, "in pieces": 2 * tp}[sp] == 0
+    return tp == 1 or cp > 1 or length % {"no": 1, "whole": tp, "in pieces": 2 * tp}[sp] == 0
 
 
 def _has_two_parts(dp: int, pp: int, count: str, batches: str, noisy: bool) -> bool:

@@ -130,7 +130,11 @@ def test_an_imported_and_exported_model_has_the_same_tensors_in_transformers(
     expected, state = theirs.state_dict(), again.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
-    assert from_hf(config("out")) == from_hf(config("hf"))
+    exported, imported = from_hf(config("out")), from_hf(config("hf"))
+    if name == "phi3_short":  # transformers 4 takes the factor from the number of positions
+        assert (exported.keys["seq_length"], imported.keys.pop("seq_length")) == (256, 24)
+        del exported.keys["seq_length"]
+    assert (exported.kind, exported.keys) == (imported.kind, imported.keys)
     with torch.no_grad():
         tokens = some_tokens()
         torch.testing.assert_close(

@@ -37,7 +37,7 @@ from tests.unit.data.test_validation import TEXT, byte_level
 
 BAD = (
     ("{", "line 1 is not JSON"),
-    ('["a"]', "is one JSON list, not one object per line"),
+    ('["a"]', "line 1 has no text under context"),
     ('["a"]\n["b"]', "line 1 has no text under context"),
     ('{"context": 1}', "has no text under context"),
     ('{"context": "a"}', "neither choices nor a continuation"),

@@ -61,7 +61,7 @@ def composer() -> fuzz.Composer:
             ["schedule.layers_per_stage=[1] has 1 entries", "give schedule.layers_per_stage=null"],
         ),
         (
-            ["sp=true", "tensor_parallel.chunks=7", "model.seq_length=1000000000000"],
+            ["tp=2", "sp=true", "tensor_parallel.chunks=7", "model.seq_length=1000000000000"],
             ["tensor_parallel.chunks=7 must divide", "the nearest is tensor_parallel.chunks=8."],
         ),
         (

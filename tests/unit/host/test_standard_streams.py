@@ -138,6 +138,7 @@ PRINTING = [
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(("output", "code"), [("pipe", 141), ("full", 1)])
 def test_a_command_that_cannot_print_ends_quietly_or_in_a_sentence(
