@@ -242,7 +242,8 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
         # While it composes, Hydra may also raise errors such as OverflowError for a user's value.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
-        if isinstance(error, OSError) and error.filename is None:  # output failed, as of --cfg job
+        # Output failed, as of --cfg job; Hydra's own errors for missing files have no number.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             raise
         if wants_traceback:
             traceback.print_exc()

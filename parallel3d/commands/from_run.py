@@ -110,7 +110,8 @@ def _check_rows(keys: EvalConfig) -> None:
 def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     """Runs `app` on a checkpoint of a run, on all ranks of the layout. Returns the exit code."""
     device = choose_device(config.device, config.world_size)
-    print_line(weights_line(config))
+    if (line := weights_line(config)) is not None:
+        print_line(line)
     check_numerics(device.kind, config.precision.name, os.environ)
     # Reports of failures go to a temporary folder, so that nothing is added to the run directory.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
@@ -123,14 +124,22 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     return code
 
 
-def weights_line(config: CommandConfig) -> str:
-    """Returns a line with the bytes of weights on the fullest rank, and a way to have fewer."""
+WORTH_A_LINE = 1e9  # bytes of weights on a rank
+
+
+def weights_line(config: CommandConfig) -> str | None:
+    """Returns a line with the bytes of weights on the fullest rank, and a way to have fewer.
+
+    Returns None for a small model.
+    """
     blueprint, element = Blueprint.of(config), 8 if config.precision.name == "fp64" else 4
     held = [
         stage_parameters(config.model, config.tp, s.layers, s.first, s.last, ep=config.ep)
         for s in blueprint.stages
     ]
     most = max(sum(parameter.numel for parameter in stage) for stage in held) * element
+    if most < WORTH_A_LINE:
+        return None
     divided = f", experts over ep={config.ep}" if config.model.num_experts else ""
     return (
         f"weights: {most / 1e9:.3g} GB in fp{8 * element} on the fullest rank of tp={config.tp} × "

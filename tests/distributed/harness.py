@@ -283,9 +283,9 @@ class References:
         assert all(torch.equal(run.weights[name], initial[name].to(dtype)) for name in frozen)
         for name in run.weights.keys() - expected.dead - frozen:
             moved = (run.weights[name] - initial[name]).abs().max().item()
-            # A bias of attention moves little, and the bias of keys only if positions distinguish
-            # keys.
-            least = 1e-5 if name.endswith(".bias") else 1e-4
+            # A bias of attention and the norms of queries and keys move little, and the bias of
+            # keys only if positions distinguish keys.
+            least = 1e-5 if name.endswith((".bias", ".q_norm.weight", ".k_norm.weight")) else 1e-4
             assert moved > least, f"{problem}: {name} moved by {moved} only"
         clip = config.optim.clip_grad
         assert min(run.grad_norms) > clip, (
