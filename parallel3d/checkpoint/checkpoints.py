@@ -326,7 +326,9 @@ class Checkpoints:
         else:
             if names:
                 raise UserError(
-                    f"run={self.config.run} has no intact checkpoint: choose another run="
+                    f"run={self.config.run} has no intact checkpoint left; those that could not be "
+                    f"loaded are in {self.run_dir / CHECKPOINTS}: copy an intact one there, or "
+                    "choose another run="
                 )
             if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
                 self.say(

@@ -129,7 +129,10 @@ def refusing(command: str) -> Iterator[None]:
         where = plain(f"{os.fsdecode(error.filename)}: ") if error.filename else ""
         raise UserError(f"{command}: {where}{reason(error)}") from None
     except MemoryError:
-        raise UserError(f"{command} does not fit into this host's memory") from None
+        raise UserError(
+            f"{command} does not fit into this host's memory: end other programs here, or run it "
+            "on a host with more"
+        ) from None
 
 
 def whole_number(

@@ -117,7 +117,7 @@ def check_corpora(data: DataConfig) -> None:
         if (value := getattr(data, name)) is not None and data.name not in readers:
             near = f"data={readers[0]}, which reads it"
             if data.name == "blend":
-                near = f"'data.blend={{{value}:1}}'"
+                near = f"data.path=null, and 'data.blend={{{value}:1}}' to read it"
             raise UserError(
                 f"data.{name}={show(value)} is not read by data={data.name}; give {near}."
             )
@@ -157,7 +157,8 @@ def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
             continue
         is_number = isinstance(typed, (int, float)) and not isinstance(typed, bool)
         if not is_number or not math.isfinite(typed) or typed <= 0:
-            remedy = f"leave {show(str(prefix))} out"
+            # Without its only part, a blend would have nothing to read.
+            remedy = f"leave {show(str(prefix))} out" if len(given) > 1 else "the nearest is 1"
             if isinstance(typed, str):
                 remedy = f"the nearest is {nearest(typed, [TOKENS]) or '1'}"
             raise UserError(

@@ -1,0 +1,84 @@
+"""Tests that what a refusal says to give in place of a value is accepted for the same key."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+from parallel3d.config.checks import check_config
+from parallel3d.config.fields import all_keys, check_fields
+from parallel3d.errors import UserError
+from tests.unit.config.test_checks import BAD, config
+from tests.unit.doors.test_words import REFUSED, taken_from_words
+
+# Words as a shell reads them: in quotes, with a list, or plain.
+GIVEN = re.compile(
+    r"""('[a-z_][\w.]*=[^']*'(?:"'"'[^']*')*)"""
+    r"""|(?<![\w.'"])([a-z_][\w.]*=(?:\[[^\]]*\]|[^\s,;'"]+))"""
+)
+LEFT_OUT = re.compile(r"leave (?!it )([a-z_][\w.]*(?:=\S+)?) out")
+
+
+def remedies(sentence: str) -> list[dict[str, str | None]]:
+    """Returns the alternatives that a sentence offers, each as words by key; None leaves it out."""
+    found: list[dict[str, str | None]] = []
+    for part in re.split(r"[;:] ", sentence)[1:]:
+        for choice in re.split(r",? or ", part):
+            words: dict[str, str | None] = {}
+            if re.search(r"\b(give|use|set|quoted twice)\b", part) and "…" not in choice:
+                for quoted, plain in GIVEN.findall(choice):
+                    word = shlex.split(quoted)[0] if quoted else plain.rstrip(".")
+                    words[word.partition("=")[0]] = word
+            words |= {word.partition("=")[0]: None for word in LEFT_OUT.findall(choice)}
+            found += [words] if words else []
+    return found
+
+
+def refused(words: list[str]) -> str | None:
+    try:
+        check_fields(taken_from_words(words))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("words", [row[0] for row in REFUSED], ids=lambda words: " ".join(words))
+def test_a_remedy_for_words_is_accepted(words: list[str]) -> None:
+    said = refused(words)
+    assert said is not None
+    for choice in remedies(said):
+        rest = [given for given in words if given.partition("=")[0] not in choice]
+        more = [word for word in choice.values() if word]
+        assert refused([*rest, *more]) is None, (said, more)
+
+
+@pytest.mark.parametrize(("changes", "world_size"), [row[:2] for row in BAD])
+def test_a_remedy_for_a_configuration_ends_its_refusal(
+    changes: dict[str, Any], world_size: int | None
+) -> None:
+    with pytest.raises(UserError) as raised:
+        check_config(config(**changes), world_size)
+    said = str(raised.value)
+    for choice in remedies(said):
+        tried = {**changes}
+        for key, word in choice.items():
+            name = key if key in all_keys() else f"{key}.name"
+            if name in all_keys():
+                made = config()
+                if word is not None:
+                    typed = word if name == key else word.replace(f"{key}=", f"{key}.name=", 1)
+                    made = taken_from_words([typed])
+                tried[name] = attrgetter(name)(made)
+                continue
+            for given, value in changes.items():  # a name in braces
+                if isinstance(value, dict):
+                    tried[given] = {name: v for name, v in value.items() if str(name) != key}
+        try:
+            check_config(config(**tried), world_size)
+        except UserError as error:
+            again = str(error)
+            assert again != said and not again.startswith(tuple(choice)), (said, again)
