@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,6 +155,18 @@ def nearest_path(path: str | Path) -> str | None:
 # Tokenizers of tokenizer.json files
 
 TOKENIZER = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+
+
+def converted(folder: Path) -> str:
+    """Returns how to make a tokenizer.json of a folder's SentencePiece model, or "" without one."""
+    if not (folder / SENTENCEPIECE).is_file():
+        return ""
+    code = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(folder)!r})"
+    words = ["python", "-c", f"{code}.save_pretrained({str(folder)!r})"]
+    return f"; transformers makes one of its {SENTENCEPIECE}: {shlex.join(words)}"
+
+
 LARGEST = 1 << 30  # bytes
 FEW = 1 << 16  # vocabulary sizes up to this fit 16 bits
 # errors for which neither the text nor the tokenizer is to blame
@@ -271,6 +284,7 @@ class FileTokenizer:
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
                 f"{key}={show(name)} holds no {TOKENIZER}: give a folder with one, or byte"
+                f"{converted(path.parent)}"
             ) from None
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error

@@ -46,6 +46,7 @@ from parallel3d.data.tokenizer import (
     Tokenizer,
     check_same_tokens,
     check_vocabulary,
+    converted,
     open_tokenizer,
     read_json,
     tokenizer_of,
@@ -164,7 +165,7 @@ def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
         return "the run's tokens are bytes"
     return (
         f"{folder} has no {TOKENIZER}: the run's tokens are bytes, unless data.tokenizer=… names "
-        "the tokenizer of the model"
+        f"the tokenizer of the model{converted(folder)}"
     )
 
 

@@ -146,6 +146,7 @@ def test_a_bad_tokenizer_is_one_sentence(
         ("bite", ["the nearest is byte"]),
         ("tok.jsn", ["the nearest is", "tok.json"]),
         ("empty", ["holds no tokenizer.json"]),
+        ("sentencepiece", ["holds no tokenizer.json", "AutoTokenizer.from_pretrained("]),
         ("tok/nothing.json", ["does not exist"]),
     ],
 )
@@ -155,6 +156,8 @@ def test_an_unknown_tokenizer_is_refused_with_the_nearest_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tok.json").write_text(trained())
     (tmp_path / "empty").mkdir()
+    (tmp_path / "sentencepiece").mkdir()
+    (tmp_path / "sentencepiece" / "tokenizer.model").write_bytes(b"\n\x0e")
     (tmp_path / "tok").mkdir()
     with pytest.raises(UserError) as caught:
         open_tokenizer(name)
