@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
 from parallel3d.blueprint.layout import Layout
@@ -25,6 +26,8 @@ from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.nightly
 
 SAVED = 2
 PROBLEM = Problem("llama_tiny", "adamw", False)

@@ -30,9 +30,9 @@ from tests.distributed.simulated_runs import (
     warned_of_a_step,
 )
 
-# The first two have the most of those levels; the others add few each.
+# The first has the most of those levels; the others add few each.
 ON_STREAMS = [
-    pytest.param(levels, id=matrix.name_of(levels), marks=[pytest.mark.nightly] if at > 1 else [])
+    pytest.param(levels, id=matrix.name_of(levels), marks=[pytest.mark.nightly] if at else [])
     for at, levels in enumerate(matrix.on_streams())
 ]
 

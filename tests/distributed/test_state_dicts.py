@@ -117,6 +117,7 @@ def in_turn(splits: dict[str, dict[str, int]], last: str, folder: Path) -> None:
         last = name
 
 
+@pytest.mark.nightly
 def test_dcp_loads_a_state_dict_into_another_split(pool: Pool, tmp_path: Path) -> None:
     last = ""
     for ranks, splits in SPLITS.items():

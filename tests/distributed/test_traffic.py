@@ -372,7 +372,11 @@ def sent_in_steps(cases: dict[str, tuple[Layout, dict[str, Any]]]) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [*CASES.items(), pytest.param(2, COMPILED, marks=pytest.mark.more)],
+    [
+        # four ranks have more cases than all others
+        *(pytest.param(*of, marks=[pytest.mark.nightly] * (of[0] == 4)) for of in CASES.items()),
+        pytest.param(2, COMPILED, marks=pytest.mark.more),
+    ],
     ids=[*(f"{ranks} ranks" for ranks in CASES), "compiled"],
 )
 def test_the_traffic_list_equals_the_traffic_of_a_step(

@@ -23,6 +23,8 @@ from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import WIDTH, WORDS, loss_of, mine, net
 
+pytestmark = pytest.mark.nightly
+
 TOLERANCE = 1e-11
 # By number of ranks: each resumes from the preceding one, in few runs of the pool.
 SPLITS: dict[int, dict[str, dict[str, int]]] = {
@@ -155,7 +157,6 @@ def the_newest_or_a_step(folder: str) -> None:
         assert bool((layer.weight == wanted).all())
 
 
-@pytest.mark.nightly
 def test_the_newest_checkpoint_or_that_of_a_step_is_loaded(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, the_newest_or_a_step, str(tmp_path))
 
@@ -218,7 +219,6 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.nightly
 def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -244,7 +244,6 @@ def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
         assert part in sentence, sentence
 
 
-@pytest.mark.nightly
 def test_one_process_needs_no_world(tmp_path: Path) -> None:
     layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in ((layer, 0.1), (twin, 0.2))]
@@ -263,7 +262,6 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
     assert [entry.name for entry in entries(tmp_path)] == [path.name]
 
 
-@pytest.mark.nightly
 def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     """Names of files have the rank without leading zeros."""
     layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -280,7 +278,6 @@ def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     assert torch.equal(twin.weight, layer.weight)
 
 
-@pytest.mark.nightly
 def test_a_folder_that_hosts_do_not_share_makes_no_checkpoint(tmp_path: Path) -> None:
     """Tests a folder that hosts do not share, with the trainer's own check."""
     layer = nn.Linear(3, 2)
@@ -297,7 +294,6 @@ def test_a_folder_that_hosts_do_not_share_makes_no_checkpoint(tmp_path: Path) ->
     assert entries(tmp_path) == []
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
     [
@@ -320,7 +316,6 @@ def test_a_manifest_of_somebody_else_is_refused(script: Any, tmp_path: Path) -> 
         p3d.load(tmp_path, layer, torch.optim.SGD(layer.parameters(), lr=0.1))
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_cannot_change_the_parameters_of_a_group(tmp_path: Path) -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

@@ -26,6 +26,8 @@ from tests.e2e.forked import run_forked
 from tests.e2e.here import answer
 from tests.e2e.watched import Watched
 
+pytestmark = pytest.mark.nightly
+
 LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidden_size=48")
 
 
@@ -78,7 +80,6 @@ def flip_a_bit(folder: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.nightly
 def test_ls_shows_steps_layout_loss_and_damage(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +164,6 @@ def test_export_and_import_give_the_same_weights(
     assert sorted(p.name for p in runs.parent.iterdir()) == ["hf", "runs"]
 
 
-@pytest.mark.nightly
 def test_average_is_the_mean_of_the_last_weights(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,7 +234,6 @@ def test_an_imported_run_trains_under_another_layout(
     assert on[1] == pytest.approx(mine[20], abs=0.5)
 
 
-@pytest.mark.nightly
 def test_a_byte_tokenizer_is_exported_for_transformers(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +266,6 @@ def test_a_byte_tokenizer_is_exported_for_transformers(
     shutil.rmtree("bytes")
 
 
-@pytest.mark.nightly
 def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> None:
     words = ("run=mine", "prompt=12 bot", "generate.max_tokens=30", "device=cpu")
     before = trained.snapshot()
@@ -286,7 +284,6 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     assert list(trained.scratch.iterdir()) == []
 
 
-@pytest.mark.nightly
 def test_generate_skips_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
     flip_a_bit(newest(runs))
     words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")

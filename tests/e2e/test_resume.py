@@ -182,6 +182,7 @@ def test_a_blend_resumes_under_another_layout(shell: Shell) -> None:
     assert refused.code == 2 and "cannot resume with another blend" in refused.err
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_reported_and_training_continues(shell: Shell) -> None:
     """Limits files to 100 KiB, which a checkpoint exceeds: steps continue, and the end reports
     it."""

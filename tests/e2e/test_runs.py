@@ -218,6 +218,7 @@ def test_sweep_runs_every_job_in_its_own_directory(
         assert (folder / "summary.json").exists()
 
 
+@pytest.mark.nightly
 def test_sweep_stops_at_the_job_that_fails(commands: dict[str, tuple[Ended, Path]]) -> None:
     ended, cwd = commands["failing sweep"]
     assert ended.code == 2

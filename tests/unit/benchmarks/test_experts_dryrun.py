@@ -43,7 +43,7 @@ def compared(*words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dry_runs_have_the_launches_bytes_and_memory_of_runs() -> None:
     said = compared(*(word for draw in DRAWS for word in ("--draw", json.dumps(draw))))
     assert "4 draws, 6 dry runs: 6 equal in launches and bytes" in said
@@ -53,7 +53,7 @@ def test_dry_runs_have_the_launches_bytes_and_memory_of_runs() -> None:
 
 
 @pytest.mark.more
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dry_runs_of_random_mixtures_are_like_runs() -> None:
     said = compared("--count", "6", "--seed", "7")
     assert said.count("| yes |") >= 6

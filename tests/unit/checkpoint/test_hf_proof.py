@@ -18,7 +18,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from tests.huggingface import DIALECTS, EXPERTS, GROUPED, SIZES, save_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 WIDTHS = SIZES | {"hidden_size": 48, "max_position_embeddings": 400, "pad_token_id": None}
 SHORT, LONG = [1.0, 1.25, 1.5], [1.0, 2.0, 4.0]

@@ -11,7 +11,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from parallel3d.cli.hydra_run import run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "sizes", "once"),
     [

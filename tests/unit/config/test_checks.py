@@ -726,7 +726,7 @@ def test_a_table_that_cannot_run_is_refused_by_rank_action_and_reason(
     assert wrong in sentence_of(made, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
     """Tests that each single change that a sentence proposes leads to a configuration that
     passes."""
@@ -784,7 +784,7 @@ def _random_config(rng: random.Random) -> Config:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_configurations_are_refused_in_one_line_or_satisfy_every_invariant() -> None:
     rng = random.Random(20)
     passed = refused = 0
@@ -839,7 +839,7 @@ def test_an_absurdly_large_value_is_answered_at_once(name: str) -> None:
     assert in_time(time.perf_counter() - start, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_neither_the_schema_nor_its_checks_nor_its_page_import_torch() -> None:
     page = Path(__file__).parents[3] / "docs" / "configuration.py"
     code = (

@@ -72,7 +72,7 @@ def test_a_run_from_before_a_key_was_renamed_resumes(tmp_path: Path) -> None:
     check_run(mine, may_resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_from_before_a_key_was_removed_resumes(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     file = directory / "config.yaml"
@@ -86,13 +86,13 @@ def test_a_run_from_before_a_key_was_removed_resumes(tmp_path: Path) -> None:
     check_run(mine, may_resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_of_the_same_second_have_different_names(tmp_path: Path) -> None:
     names = {make_run_directory(config(tmp_path))[1].name for _ in range(5)}
     assert len(names) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_taken_name_is_refused_early_and_late(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     check_run(mine)
@@ -129,7 +129,7 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
         check_run(changed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
@@ -146,7 +146,7 @@ def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_pat
     assert names == {"config.yaml", "config-2.yaml", "config-3.yaml"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_cannot_resume_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
@@ -163,7 +163,7 @@ def test_a_run_that_cannot_resume_is_refused_with_the_differing_keys(tmp_path: P
         check_run(fresh, may_resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_finished_run_without_a_checkpoint_is_not_repeated(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for ending in ("failed", "stopped"):
@@ -176,7 +176,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_repeated(tmp_path: Path) -> 
     check_run(mine, may_resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_that_is_running_is_not_started_again(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     lock = take_run(mine, directory)
@@ -210,7 +210,7 @@ def test_directory_with_results_is_never_discarded(tmp_path: Path) -> None:
 # ---- torn files, and files of another process or user
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("torn", ["", "tp: 2\nmodel: {", "ru", "\0" * 64, "tp: two"])
 def test_a_torn_newest_configuration_is_skipped_for_an_older_one(tmp_path: Path, torn: str) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
@@ -226,7 +226,7 @@ def test_a_torn_newest_configuration_is_skipped_for_an_older_one(tmp_path: Path,
         check_run(dataclasses.replace(mine, seed=5), may_resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_torn_configuration_is_skipped_for_a_checkpoints(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     folder = directory / "checkpoints" / "step-00000004"
@@ -286,7 +286,7 @@ def test_folder_of_another_start_is_never_discarded(tmp_path: Path) -> None:
     assert directory.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     lock = take_run(mine, directory)
@@ -379,7 +379,7 @@ def test_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
     assert precious.read_text() == "thesis"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_torn_summary_is_ignored(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for torn in ('{"status": "fin', "[]", "\0\0", ""):
