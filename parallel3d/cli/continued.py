@@ -8,6 +8,7 @@ its layout allowed, such as an `ep` that does not divide the ranks of now, are r
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ OF_RANKS = ("placement", "rank_file")  # kept only if all sizes are kept
 OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
 MOST_SHOWN = 6
 MOST_REFITTED = 4  # keys that may be reduced or dropped together, which bounds the search
+NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -176,23 +178,25 @@ def _refitted(
     keys = [key for name, key in all_keys().items() if name in taken]
     keys = [key for key in keys if key.resume in (FREE, LAYOUT) and key.name not in (*SIZES, "dp")]
     usual = values_of(fresh)
-    states = [(config, _refusal(config, world_size))]
-    if states[0][1] is None:
+    first = _refusal(config, world_size)
+    if first is None:
         return config
-    # A breadth-first search. A change that leaves the sentence of the refusal as it was has nothing
-    # to do with it. Keys of a later declaration, which matter less, give way first.
+    # A breadth-first search. A change that leaves the refusal as it was, but for its numbers, has
+    # nothing to do with it. Keys of a later declaration, which matter less, give way first. No key
+    # changes twice on a path, because each of its values is tried at once.
+    states: list[tuple[Config, str, frozenset[str]]] = [(config, first, frozenset())]
     for _ in range(MOST_REFITTED):
-        following: list[tuple[Config, str | None]] = []
-        for state, sentence in states:
+        following: list[tuple[Config, str, frozenset[str]]] = []
+        for state, sentence, changed in states:
             values = values_of(state)
-            for key in reversed(keys):
+            for key in (key for key in reversed(keys) if key.name not in changed):
                 for value in _smaller(key, values[key.name], usual[key.name]):
                     other = with_values(state, {key.name: value})
                     refusal = _refusal(other, world_size)
                     if refusal is None:
                         return other
-                    if refusal != sentence:
-                        following.append((other, refusal))
+                    if NUMBER.sub("", refusal) != NUMBER.sub("", sentence):
+                        following.append((other, refusal, changed | {key.name}))
         states = following
     return config
 

@@ -141,6 +141,23 @@ def test_a_batch_that_no_size_of_now_divides_is_not_changed() -> None:
         check_config(found, own_samples=True)
 
 
+def test_a_layout_that_fits_nothing_is_known_to_after_few_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = {"recompute": "[mlp]", "mlp_chunk_tokens": 64, "zero": 2, "ddp.shard_size": 4}
+    there = at_last_start(dp=8, micro_batch_size=120, global_batch_size=960, **keys)
+    checked: list[Config] = []
+
+    def check(config: Config, *given: Any, **named: Any) -> Config:
+        checked.append(config)
+        return check_config(config, *given, **named)
+
+    monkeypatch.setattr("parallel3d.cli.continued.check_config", check)
+    found = resumed(there, {}, ranks=7)
+    assert (found.micro_batch_size, found.zero, found.ddp.shard_size) == (120, 2, 4)
+    assert len(checked) < 500, len(checked)  # 4,580 if a key may change twice
+
+
 def test_settings_that_contradict_each_other_without_a_new_layout_are_left_to_the_user() -> None:
     there = at_last_start(recompute="[mlp]", mlp_chunk_tokens=64)
     found = resumed(there, {"compile": True})
