@@ -284,6 +284,26 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     assert list(trained.scratch.iterdir()) == []
 
 
+def test_experts_divided_over_ranks_generate_the_same_text(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    shell = Shell(tmp_path_factory.mktemp("experts"), tmp_path_factory.mktemp("scratch"))
+    model = ("model=moe_tiny", "model.num_layers=2", "model.seq_length=64", "device=cpu")
+    train = ("train.steps=6", "checkpoint.every=6", "global_batch_size=8", "checkpoint.async=false")
+    ended = run_forked(shell, "train", "run=moe", *model, *train)
+    assert ended.code == 0, ended
+    words = ("run=moe", "prompt=12 bot", "generate.max_tokens=20", "device=cpu")
+    one = run_forked(shell, "generate", *words)
+    for layout in (("tp=2",), ("tp=2", "ep=1"), ("pp=2",)):
+        with at_once(shell, "generate", *words, *layout) as (other, _):
+            two = other()
+        assert (two.code, two.out) == (0, one.out), two
+    with at_once(shell, "generate", *words, "tp=2", "ep=3") as (other, _):
+        refused = other()
+    assert refused.code == 2 and "ep=3" in refused.errors[-1], refused
+    shell.end_all()
+
+
 def test_generate_skips_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
     flip_a_bit(newest(runs))
     words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")
