@@ -77,7 +77,7 @@ def test_a_layout_that_runs_twice_has_equal_bits(precision: str, way: str, pool:
 
 @pytest.mark.more
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_another_order_of_sums_is_told(precision: str, pool: Pool) -> None:
+def test_the_comparison_fails_if_sums_are_in_another_order(precision: str, pool: Pool) -> None:
     case = experts(problem(precision, 3), "all_to_all")
     found = differ(*pair(pool, TP_IN_EP, [case, case], in_the_order_of_arrival))
     assert found == {"steps", "weights"}
@@ -124,7 +124,7 @@ def test_parts_of_a_layer_are_recomputed_to_the_same_bits(recompute: str, pool: 
 
 
 @pytest.mark.more
-def test_a_choice_that_is_made_again_is_told(pool: Pool) -> None:
+def test_the_comparison_fails_if_recomputation_chooses_experts_again(pool: Pool) -> None:
     cases = recomputed(problem("bf16", 3), "full")
     found = differ(*pair(pool, EP, cases, chosen_again_from_rounded_tokens))
     assert found == {"steps", "weights"}

@@ -187,7 +187,7 @@ def test_the_lower_of_equal_experts_is_chosen_in_every_layout(
     ],
     ids=["choice", "recomputed-choice"],
 )
-def test_another_order_of_equal_experts_is_told(
+def test_the_comparison_fails_if_equal_experts_are_in_another_order(
     bug: Mutation, problem: Problem, by: set[str], ties: dict[Problem, Expected], pool: Pool
 ) -> None:
     case = experts(problem, keys={"recompute": "full"})
@@ -263,7 +263,7 @@ def zeros_by_their_norm(sound: Any, update: Tensor) -> Tensor:
     ],
     ids=["adamw", "adamw-ep", "muon"],
 )
-def test_a_wrong_step_of_unused_experts_is_told(
+def test_the_comparison_fails_if_unused_experts_take_a_wrong_step(
     bug: Mutation, sizes: Sizes, case: Case, pool: Pool, references: References
 ) -> None:
     """Only the experts' own weights show this bug."""
@@ -303,16 +303,14 @@ def test_a_third_of_padding_is_in_no_count_and_no_loss(
     check_cases(sizes, [case], pool, references)
 
 
-def test_tokens_that_fill_up_split_sequences_are_in_no_count(
-    pool: Pool, references: References
-) -> None:
+def test_padding_of_split_sequences_is_not_counted(pool: Pool, references: References) -> None:
     """Sixteen tokens are not six equal pieces, so that three ranks split eighteen."""
     of = dataclasses.replace(SGD, documents=False)
     check_cases((1, 1, 1, 3, 1), [experts(of)], pool, references)
 
 
 @pytest.mark.more
-def test_padding_that_counts_is_told(pool: Pool, references: References) -> None:
+def test_the_comparison_fails_if_padding_is_counted(pool: Pool, references: References) -> None:
     check_caught(padding_counted, EP, experts(PADDED, microbatches=6), ALL, pool, references)
 
 
