@@ -77,23 +77,31 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 _LAYERS = {"num_hidden_layers": 8, "sliding_window": 7}  # two periods of four layers
-_YARN = {
+YARN = {
     **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
     # With these values, the ramp begins and ends between pairs of the small heads.
     **{"beta_fast": 1.0, "beta_slow": 0.05},
 }
-_LLAMA3 = {
+LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_LONGROPE = {
+LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.25, 1.5],
     "long_factor": [1.0, 2.0, 4.0],
 }
+
+
+def phi3_longrope(original: int, share: float = 0.75) -> dict[str, Any]:
+    """Returns keys of a Phi-3 that was first trained with `original` tokens."""
+    rope = {"rope_theta": 1e4, "partial_rotary_factor": share, **LONGROPE}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original, **GROUPED}
+
+
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, **GROUPED}
 # Small models of dense families, with at least two periods of their layers: model_type first.
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,7 +112,7 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 12,
             "rope_parameters": {
-                **{"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, **_YARN},
+                **{"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, **YARN},
                 "llama_4_scaling_beta": 0.3,
             },
             **GROUPED,
@@ -113,22 +121,11 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 8, **GROUPED}),
     "smollm3_window": ("smollm3", {"use_sliding_window": True, **_LAYERS, **GROUPED}),
     "phi3_window": ("phi3", {"sliding_window": 7, **GROUPED}),
-    "phi3_longrope": (
-        "phi3",
-        {
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75, **_LONGROPE},
-            "original_max_position_embeddings": 8,
-            **GROUPED,
-        },
-    ),
+    "phi3_longrope": ("phi3", phi3_longrope(8)),
     "phi3_short": (
         "phi3",
-        {
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75, **_LONGROPE}
-            | {"factor": 4.0},
-            "original_max_position_embeddings": 64,
-            **GROUPED,
-        },
+        phi3_longrope(64)
+        | {"rope_parameters": phi3_longrope(64)["rope_parameters"] | {"factor": 4.0}},
     ),
     "granite": (
         "granite",
@@ -147,10 +144,10 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_dropout": 0.0, "residual_dropout": 0.0},
     ),
     "olmo2": ("olmo2", GROUPED),
-    "olmo3": ("olmo3", {"rope_theta": 3e5, "rope_scaling": _YARN, **_LAYERS, **GROUPED}),
+    "olmo3": ("olmo3", {"rope_theta": 3e5, "rope_scaling": YARN, **_LAYERS, **GROUPED}),
     "exaone4": (
         "exaone4",
-        {"rope_parameters": {"rope_theta": 1e4, **_LLAMA3}, **_LAYERS, **GROUPED},
+        {"rope_parameters": {"rope_theta": 1e4, **LLAMA3}, **_LAYERS, **GROUPED},
     ),
     "exaone4_full": (
         "exaone4",
@@ -173,7 +170,7 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {
             "hidden_act": "gelu_pytorch_tanh",
-            "rope_parameters": {"rope_theta": 1e4, "truncate": False, **_YARN},
+            "rope_parameters": {"rope_theta": 1e4, "truncate": False, **YARN},
             **GROUPED,
         },
     ),

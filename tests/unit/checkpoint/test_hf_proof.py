@@ -16,41 +16,46 @@ from parallel3d.commands.checkpoint import huggingface, proof
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
-from tests.huggingface import DIALECTS, EXPERTS, GROUPED, SIZES, save_model
+from tests.huggingface import (
+    DIALECTS,
+    EXPERTS,
+    GROUPED,
+    LLAMA3,
+    LONGROPE,
+    SIZES,
+    YARN,
+    phi3_longrope,
+    save_model,
+)
 
 pytestmark = pytest.mark.nightly
 
 WIDTHS = SIZES | {"hidden_size": 48, "max_position_embeddings": 400, "pad_token_id": None}
-SHORT, LONG = [1.0, 1.25, 1.5], [1.0, 2.0, 4.0]
-_LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300}
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHORT, LONG = LONGROPE["short_factor"], LONGROPE["long_factor"]
+_ORIGINAL = {"original_max_position_embeddings": 300}
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 300, **GROUPED}),
-    "phi3": (
-        "phi3",
-        {
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, **_LONGROPE},
-            "original_max_position_embeddings": 300,
-            **GROUPED,
-        },
-    ),
+    "phi3": ("phi3", phi3_longrope(300, 0.5)),
     "ministral3": (
         "ministral3",
         {
             "head_dim": 12,
-            "rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, **_YARN},
+            "rope_parameters": {
+                "rope_theta": 1e4,
+                "llama_4_scaling_beta": 0.1,
+                **YARN,
+                **_ORIGINAL,
+            },
             **GROUPED,
         },
     ),
     "llama": (
         "llama",
-        {
-            "rope_parameters": {
-                **{"rope_theta": 500.0, "original_max_position_embeddings": 300, **_LLAMA3}
-            },
-            **GROUPED,
-        },
+        {"rope_parameters": {"rope_theta": 500.0, **LLAMA3, **_ORIGINAL}, **GROUPED},
+    ),
+    "qwen2_unused_window": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 300, **GROUPED},
     ),
     "minimax_m2": ("minimax_m2", EXPERTS["minimax_m2"]),
     **{
@@ -148,7 +153,9 @@ def test_an_error_behind_some_position_fails_the_proof(
 ) -> None:
     folder = made(folders, name)
     plant(monkeypatch, folder, **keys)
-    with pytest.raises(UserError, match="nothing is imported"):
+    # The number of a window is compared, too, but the rows must already reach it.
+    said = "the logits of .* nothing is imported" if "sliding_window" in keys else "nothing is impo"
+    with pytest.raises(UserError, match=said):
         checkpoint(["import", f"from={folder}", "run=t", "prove=true"])
     assert list(Path("runs").iterdir()) == []
 
@@ -175,6 +182,27 @@ def test_a_window_that_is_too_long_to_run_is_compared_by_its_number(
     plant(monkeypatch, folder, **keys)
     with pytest.raises(UserError, match=said):
         checkpoint(["import", f"from={folder}", "run=t"])
+
+
+def test_a_window_that_no_layer_has_is_proven_without_effect(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made(folders, "qwen2_unused_window")
+    monkeypatch.setattr(proof, "MOST_WORK", 1.0)
+    assert checkpoint(["import", f"from={folder}", "run=t"]) == 0
+    assert "proven: the logits" in capsys.readouterr().err
+
+
+def test_frequencies_that_are_not_shown_are_not_called_compared(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "; not compared were the frequencies of rotary positions"
+    folder = made(folders, "llama")
+    assert checkpoint(["import", f"from={folder}", "run=s"]) == 0
+    assert said not in capsys.readouterr().err
+    monkeypatch.setattr(proof, "_their_frequencies", lambda theirs: [])
+    assert checkpoint(["import", f"from={folder}", "run=t"]) == 0
+    assert said in capsys.readouterr().err
 
 
 def test_the_sentence_says_what_was_reached(
