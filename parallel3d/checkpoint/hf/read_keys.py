@@ -7,6 +7,7 @@ from typing import Any
 
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError
+from parallel3d.files import plain
 
 SHOWN = 100  # maximum number of characters of a refused value in a message
 WORDS = {
@@ -104,8 +105,8 @@ class Keys:
 
 
 def listed(unread: Mapping[str, Any]) -> str:
-    """Returns keys with their values for a sentence."""
-    return ", ".join(f"{key}={_brief(value)}" for key, value in unread.items())
+    """Returns keys with their values for a sentence, which is cut off if they are many."""
+    return plain(", ".join(f"{key}={_brief(value)}" for key, value in unread.items()))
 
 
 def _brief(value: Any) -> str:

@@ -300,6 +300,27 @@ def written_rope(model: ModelConfig, family: Family, positions: int) -> dict[str
     return keys | {NEW: base | scaling}
 
 
+def unlike_before_5(model: ModelConfig, family: Family) -> str | None:
+    """Returns a sentence if transformers before 5 reads an export's positions differently, or None.
+
+    These versions never scale the positions of layers with a window, and OLMo 3 has one base for
+    all layers in them.
+    """
+    if family.local_base is None or model.sliding_window is None:
+        return None
+    base = model.sliding_rotary_base
+    if base is None:
+        same = not _is_scaled(model)
+    else:
+        same = bool(family.local_key) or base == model.rotary_base
+    if same:
+        return None
+    return (
+        "transformers before 5 reads other rotary positions in layers with a window, namely "
+        f"rope_theta={model.rotary_base:g} without scaling: open the folder with transformers 5"
+    )
+
+
 def _as_phi3(model: ModelConfig, positions: int) -> dict[str, Any]:
     """Returns the keys of Phi-3's LongRoPE as all versions of transformers read them, if possible.
 
@@ -311,8 +332,10 @@ def _as_phi3(model: ModelConfig, positions: int) -> dict[str, Any]:
     whole = round(factor * original)
     if math.isclose(whole, factor * original) and whole >= model.seq_length:
         positions = whole
-    usual = longrope_attention(max(1.0, positions / original), original)
     found: dict[str, Any] = {POSITIONS: positions}
+    if original < 2:  # has no default
+        return found
+    usual = longrope_attention(max(1.0, positions / original), original)
     if math.isclose(_attention_of(model), usual, rel_tol=1e-9):
         lists = {theirs: getattr(model, ours) for theirs, ours in OF_LONGROPE.items()}
         found[OLD] = {OLD_KIND: LONGROPE, **lists}
@@ -320,9 +343,9 @@ def _as_phi3(model: ModelConfig, positions: int) -> dict[str, Any]:
 
 
 def _attention_of(model: ModelConfig) -> float:
-    given = model.rope_attention_factor
-    usual = longrope_attention(model.rope_scaling_factor, model.rope_original_length)
-    return usual if given is None else given
+    if model.rope_attention_factor is not None:
+        return model.rope_attention_factor
+    return longrope_attention(model.rope_scaling_factor, model.rope_original_length)
 
 
 def longrope_attention(factor: float, original: int) -> float:

@@ -51,7 +51,7 @@ def _is_mentioned(name: str, code: Mapping[str, str]) -> bool:
     """Returns whether code reads a key of its configuration, or has its name as text."""
     last = re.escape(name.rpartition(".")[2])
     return any(
-        re.search(rf"\b{owner}\.{last}\b|[\"']{last}[\"']", text) for text, owner in code.items()
+        re.search(rf"{owner}\.{last}\b|[\"']{last}[\"']", text) for text, owner in code.items()
     )
 
 

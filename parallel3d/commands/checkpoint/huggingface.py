@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.blueprint.parameters import parameter_count
-from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
+from parallel3d.checkpoint.hf.config import TOKENS, TYPE, hf_kind, kept_keys
+from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.checkpoint.hf.folder import (
     HFFolder,
     check_layers,
@@ -24,6 +25,7 @@ from parallel3d.checkpoint.hf.folder import (
     tensors_of,
 )
 from parallel3d.checkpoint.hf.read_keys import listed
+from parallel3d.checkpoint.hf.rope import unlike_before_5
 from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
 from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
@@ -220,6 +222,7 @@ def export_run(
             read_state(folder, state)
             return full
 
+        kept = read_kept(runs_dir / run, tokenizer)
         files = export_hf(
             model,
             read,
@@ -227,11 +230,13 @@ def export_run(
             dtype=dtype or own,
             end_of_text=None if tokenizer is None else tokenizer.eot,
             begin_of_text=None if tokenizer is None else tokenizer.begin[0],
-            kept=read_kept(runs_dir / run, tokenizer),
+            kept=kept,
             ends=tokenizer.all_ends if isinstance(tokenizer, FileTokenizer) else None,
             beside=_beside(tokenizer),
             others=others if others.is_dir() else None,
         )
+    if sentence := unlike_before_5(model, FAMILIES[hf_kind(model, kept.get(TYPE))]):
+        print_line(sentence)
     if isinstance(tokenizer, FileTokenizer):
         unlike = unlike_theirs(tokenizer, to)
         for sentence in (*tokenizer.doubts(), *([] if unlike is None else [unlike])):

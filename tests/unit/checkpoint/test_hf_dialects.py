@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
+from parallel3d.checkpoint.hf.families import FAMILIES as FORMATS
 from parallel3d.checkpoint.hf.names import hf_tensors
-from parallel3d.checkpoint.hf.rope import longrope_attention
+from parallel3d.checkpoint.hf.rope import longrope_attention, unlike_before_5
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
 
@@ -297,6 +298,36 @@ def test_another_attention_factor_needs_the_form_of_transformers_5() -> None:
     model = replace(FAMILIES["phi3"], rope_attention_factor=1.7)
     config = to_hf(model, "fp32", "phi3")
     assert config["rope_scaling"]["attention_factor"] == 1.7  # refused before version 5, not lost
+
+
+def test_longrope_of_one_token_is_exported_with_its_attention_factor() -> None:
+    model = replace(FAMILIES["phi3"], rope_original_length=1, rope_attention_factor=1.2)
+    found = from_hf(to_hf(model, "fp32", "phi3")).keys
+    assert (found["rope_original_length"], found["rope_attention_factor"]) == (1, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "differs"),
+    [
+        ("olmo3", {"sliding_rotary_base": 1e6}, True),
+        ("olmo3", {"rotary_base": 1e6, "sliding_rotary_base": 1e6}, False),
+        ("olmo3", {"sliding_rotary_base": None}, True),
+        ("olmo3", {"sliding_rotary_base": None} | {"rope_scaling_factor": 1.0}, False),
+        ("gemma3_text", {"sliding_rotary_base": 1e6}, False),
+        ("gemma3_text", {"sliding_rotary_base": None, "rope_scaling_factor": 8.0}, True),
+        ("mistral", {}, False),
+    ],
+)
+def test_an_export_that_transformers_4_reads_differently_is_told(
+    name: str, changes: dict[str, Any], differs: bool
+) -> None:
+    model = replace(FAMILIES[name], **{"rope_scaling": "linear", **changes})
+    if changes.get("rope_scaling_factor") is None and name == "olmo3":
+        model = replace(model, rope_scaling_factor=4.0)
+    sentence = unlike_before_5(model, FORMATS[name])
+    assert (sentence is not None) == differs
+    if sentence is not None:
+        assert f"rope_theta={model.rotary_base:g} without scaling" in sentence
 
 
 def test_longrope_of_other_families_gives_the_lengths_and_factors_of_both_versions() -> None:
