@@ -202,7 +202,7 @@ def tokenize_corpus(
     begun = is_begun(to)
     if not begun:
         check_free(to)
-    inputs, lines = take_inputs(given, kind)
+    inputs, lines = take_inputs(given, kind, text_key)
     for sentence in lines:
         print_line(sentence)
     if begun:
@@ -269,7 +269,7 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
     """
     if os.path.lexists(to):
         raise UserError(f"to={shown(str(to))} exists and is never overwritten: choose another path")
-    inputs, lines = take_inputs(given, kind)
+    inputs, lines = take_inputs(given, kind, text_key)
     for sentence in lines:
         print_line(sentence)
     with byte_progress("read", sum(each.size for each in inputs)) as update:

@@ -13,6 +13,7 @@ from parallel3d.data.formats import (
     CODE,
     HEAD,
     INPUT,
+    LINES,
     PROSE,
     ROWS_ENDS,
     TEXT,
@@ -31,10 +32,11 @@ from parallel3d.files import plain
 from parallel3d.text import count
 
 # Documents by their endings, but about the other files by their names.
+# Longer names, such as security_news.txt, are those of documents, but not LICENSE-MIT.
 _ABOUT = re.compile(
-    r"(read[-_]?me|licen[sc]e|copying|notice|citation|authors|contributing|code_of_conduct|"
-    r"security|changelog|datasheet|dataset_?card|terms_of_use|(md5|sha\d+|b2|check)sum)s?"
-    r"([-_. ][\w.-]*)?",
+    r"(read[-_]?me|licen[sc]e|copying)s?([-_. ][\w.-]*)?|"
+    r"(notice|citation|authors|contributing|code_of_conduct|security|changelog|datasheet|"
+    r"dataset_?card|terms_of_use|((md5|sha\d+|b2)(sum)?|checksum)s?)(\.\w+)?",
     re.IGNORECASE,
 )
 _ABOUT_ENDS = ("", *PROSE, ".md", ".markdown", ".rst", ".html", ".cff", ".bib")
@@ -206,12 +208,18 @@ def _leave_out_info(
     """Leaves out .json files that describe others; those that certainly hold rows remain.
 
     Next to other files of rows or prose, and next to a .json that certainly holds rows, a single
-    object without a key of `door` is a description, as dataset_infos.json is.
+    object without a key of `door` is a description, as dataset_infos.json is. A long one is a row
+    if it begins with the key that rows of other files begin with.
     """
     found = ((below, files[below]) for below in forms if endings(below) == (".json", ""))
     heads = {below: head for below, head in found if head}
     certain = {below for below, head in heads.items() if _are_certain(head, door)}
-    firsts = {key for below in certain for key in keys_of(heads[below])[:1]}
+    rows = [
+        files[below]
+        for below, form in forms.items()
+        if below in certain or (below not in heads and form == Form(LINES))
+    ]
+    firsts = {key for head in rows for key in keys_of(head or b"")[:1]}
     others = [b for b in forms if b not in heads and (forms[b].kind != TEXT or _end(b) in PROSE)]
     for below, head in heads.items():
         if below in certain:

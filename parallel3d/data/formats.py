@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from parallel3d.data.chat_rows import LISTS, PROMPT
 from parallel3d.data.unpacking import first_unpacked
 from parallel3d.files import plain
 from parallel3d.text import count
@@ -133,7 +134,7 @@ PATH = Door("data.path", f"{_TOKENIZE}format=", KINDS, f"{_TOKENIZE}text_key=")
 CHAT = PATH._replace(
     kinds=(LINES, PARQUET),
     remedy="write one conversation per row",
-    keys=("messages", "conversations"),
+    keys=(*LISTS, PROMPT),
 )
 TASKS = Door(
     *("tasks", "write it as ", (LINES, PARQUET)),

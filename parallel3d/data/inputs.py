@@ -587,22 +587,23 @@ class Taken(NamedTuple):
     lines: list[str]
 
 
-def find_inputs(given: str, kind: str | None = None) -> list[Input]:
+def find_inputs(given: str, kind: str | None = None, text_key: str = "text") -> list[Input]:
     """Returns the files of `input=…`, each once.
 
-    `kind` is the kind of all files, or None if each file's name determines it. Raises UserError for
-    an item that is missing, cannot be listed or read, or holds no files.
+    `kind` is the kind of all files, or None if each file's name determines it. A .json file with
+    the key `text_key` holds rows. Raises UserError for an item that is missing, cannot be listed or
+    read, or holds no files.
     """
-    return take_inputs(given, kind).inputs
+    return take_inputs(given, kind, text_key).inputs
 
 
-def take_inputs(given: str, kind: str | None = None) -> Taken:
+def take_inputs(given: str, kind: str | None = None, text_key: str = "text") -> Taken:
     """Returns the files of `find_inputs`, and sentences on how folders and globs are read."""
     items = items_of(given, f"input={show(given)}", HOW)
     found: dict[str, Input] = {}
     lines = []
     for item in items:
-        inputs, said = _inputs_of(item, kind)
+        inputs, said = _inputs_of(item, kind, text_key)
         lines += said
         for each in inputs:
             # A file reached twice (folder and glob, or a link) is one input.
@@ -640,7 +641,7 @@ def items_of(given: str, key: str, how: str) -> list[str]:
     return items
 
 
-def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
+def _inputs_of(item: str, kind: str | None, text_key: str) -> tuple[list[Input], list[str]]:
     with of_input(item):
         files, path = file_system(os.path.expanduser(item))
         if not isinstance(path, str):
@@ -676,7 +677,8 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         }
         pattern = "" if info else path[len(fixed) :]
         try:
-            found = sort_out(heads, typed=kind, pattern=pattern, web=is_web(item))
+            door = INPUT._replace(keys=(text_key,))
+            found = sort_out(heads, door, typed=kind, pattern=pattern, web=is_web(item))
         except NotTaken as error:
             raise UserError(f"input={show(item)} {error}") from None
         key = f"input={show(item)}"

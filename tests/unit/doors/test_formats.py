@@ -16,6 +16,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -31,7 +32,7 @@ from parallel3d.config.schema import DataConfig
 from parallel3d.data import formats
 from parallel3d.data.chat import _rows
 from parallel3d.data.corpus import Corpus, open_corpus, sets_of
-from parallel3d.data.folders import split_of
+from parallel3d.data.folders import sort_out, split_of
 from parallel3d.data.formats import Form, file_name
 from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.inputs import Count, cut, documents, find_inputs, take_inputs
@@ -393,6 +394,12 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
         ["a"],
         ["jsonl: 1 file", "names that begin with _: 2"],
     ),
+    "long names that begin like those of files about others": (
+        {"a.txt": b"a", "security_news.txt": b"news", "authors-of-rome.txt": b"rome",
+         "notice.txt": b"n", "LICENSE-MIT.txt": b"l", "sha256sums.txt": b"5", "MD5SUMS": b"5"},
+        ["a", "news", "rome"],
+        ["README, LICENSE and the like: 4"],
+    ),
     "a mixture": (
         {"a.jsonl": rows_of("row"), "b.txt": b"text", "c.jsonl.zst": PACK[".zst"](rows_of("z"))},
         ["row", "text", "z"],
@@ -457,6 +464,35 @@ def test_a_folder_reports_the_formats_of_its_files(tmp_path: Path, what: str) ->
     lines = "\n".join(take_inputs(str(root)).lines)
     assert all(word in lines for word in words), lines
     assert sorted(text[:20] for text in texts_of(data)) == sorted(text[:20] for text in right)
+
+
+LONG = "x" * 5000  # a row longer than the inspected bytes
+
+
+@pytest.mark.parametrize(
+    ("beside", "row", "door"),
+    [
+        ({"content": "a"}, {"content": LONG}, formats.INPUT),
+        ({"content": "a"}, {"id": 1, "content": LONG}, formats.INPUT._replace(keys=("content",))),
+        ({"id": 1, "content": "a"}, {"id": 2, "meta": LONG, "content": "a"}, formats.INPUT),
+        ({"messages": []}, {"id": 1, "conversation": [LONG]}, formats.CHAT),
+        ({"messages": []}, {"prompt": [LONG], "completion": []}, formats.CHAT),
+    ],
+)
+def test_long_rows_of_json_are_read_next_to_other_rows(
+    beside: Any, row: Any, door: formats.Door
+) -> None:
+    head = (json.dumps(row) + "\n").encode()[: formats.HEAD]
+    files = {"a.json": head, "b.jsonl": json.dumps(beside).encode(), "c.json": b'{"splits": {}}'}
+    found = sort_out(files, door)
+    assert [*found.taken] == ["a.json", "b.jsonl"]
+    assert found.left_out == {"JSON that holds no rows": ["c.json"]}
+
+
+def test_a_json_file_with_the_given_key_holds_rows(tmp_path: Path) -> None:
+    write(tmp_path, {"a.json": b'{"content": "row"}', "b.txt": b"text"})
+    taken = [each.name for each in find_inputs(str(tmp_path), text_key="content")]
+    assert sorted(taken) == ["a.json", "b.txt"]
 
 
 def texts_of(data: DataConfig) -> list[str]:
