@@ -31,7 +31,8 @@ FUNCTIONS = ("weather", "get_time", "search_web")
 class Drawn:
     """A row and its meaning; no meaning if it must be refused.
 
-    everyday: whether all of its changes are common in practice.
+    everyday: whether all of its changes are common in practice. ignored: whether transformers would
+    show the row without the field for which it must be refused here.
     """
 
     row: dict[str, Any]
@@ -40,6 +41,7 @@ class Drawn:
     thinking: bool | None = None
     learned: list[bool] = field(default_factory=list)
     is_refused: bool = False
+    ignored: bool = False
     everyday: bool = True
     done: tuple[str, ...] = ()
 
@@ -106,8 +108,8 @@ def _turns(drawn: Drawn) -> list[dict[str, Any]]:
     return turns if isinstance(turns, list) and len(turns) == len(drawn.messages) else []
 
 
-def _refused(drawn: Drawn) -> Drawn:
-    return replace(drawn, is_refused=True, everyday=False)
+def _refused(drawn: Drawn, ignored: bool = False) -> Drawn:
+    return replace(drawn, is_refused=True, ignored=ignored, everyday=False)
 
 
 def tools_as_text(rng: random.Random, drawn: Drawn) -> Drawn | None:
@@ -303,13 +305,40 @@ def rename_list(rng: random.Random, drawn: Drawn) -> Drawn | None:
 
 
 def rename_key(rng: random.Random, drawn: Drawn) -> Drawn | None:
-    """Misspells a key of the row."""
-    names = {"tools": ("tool", "Tools", "TOOLS", "tools_", "toolss")}
+    """Spells a key of the row in other letters."""
+    names = {"tools": ("tool", "Tools", "TOOLS", "tools_")}
     for key, others in names.items():
         if drawn.row.get(key):
             drawn.row[rng.choice(others)] = drawn.row.pop(key)
-            return _refused(drawn)
+            return _refused(drawn, ignored=True)
     return None
+
+
+def keys_that_nobody_knows(rng: random.Random, drawn: Drawn) -> Drawn | None:
+    """Adds a field that no reader knows, however close it is to one that is read."""
+    turns = [turn for turn in _turns(drawn) if turn.get("role") == "assistant"]
+    draw = rng.random()
+    if draw < 0.2 and isinstance(drawn.row.get("tools"), list):
+        drawn.row["toolss"] = drawn.row.pop("tools")
+        return replace(drawn, tools=None, everyday=False)
+    if draw < 0.6 and turns:
+        key, value = rng.choice(
+            (("wieght", 0), ("messages", []), ("reasoning_contents", "a"), ("tools_calls", []))
+        )
+        rng.choice(turns)[key] = value
+    else:
+        key, value = rng.choice(
+            (
+                ("chat_template_kwarg", {"enable_thinking": False}),
+                ("document", [{"text": "b"}]),
+                ("system_prompts", "be brief"),
+                ("mesages", []),
+                ("conversation_s_id", 3),
+                ("enable_thinkin", False),
+            )
+        )
+        drawn.row[key] = value
+    return replace(drawn, everyday=False)
 
 
 def rename_keys_of_messages(rng: random.Random, drawn: Drawn) -> Drawn | None:
@@ -380,7 +409,7 @@ def bad_weights(rng: random.Random, drawn: Drawn) -> Drawn | None:
         rng.choice(asked)[rng.choice(("weight", "train"))] = 1
     else:
         return None
-    return _refused(drawn)
+    return _refused(drawn, ignored=True)
 
 
 def keys_that_do_nothing(rng: random.Random, drawn: Drawn) -> Drawn:
@@ -404,13 +433,11 @@ def keys_that_would_do(rng: random.Random, drawn: Drawn) -> Drawn:
             ("label", False),
             ("chat_template_kwargs", "words"),
             ("chat_template_kwargs", {"add_generation_prompt": True}),
-            ("chat_template_kwarg", {"enable_thinking": False}),
             ("systemPrompt", "be brief"),
-            ("document", [{"text": "b"}]),
         )
     )
     drawn.row[key] = value
-    return _refused(drawn)
+    return _refused(drawn, ignored=key != "chat_template_kwargs")
 
 
 def keys_of_messages_that_would_do(rng: random.Random, drawn: Drawn) -> Drawn | None:
@@ -435,7 +462,7 @@ def keys_of_messages_that_would_do(rng: random.Random, drawn: Drawn) -> Drawn | 
     ):
         return None
     turn[key] = value
-    return _refused(drawn)
+    return _refused(drawn, ignored=True)
 
 
 def nulls(rng: random.Random, drawn: Drawn) -> Drawn:
@@ -463,7 +490,7 @@ def two_systems(rng: random.Random, drawn: Drawn) -> Drawn | None:
     if not turns or turns[0]["role"] != "system":
         return None
     drawn.row["system"] = "another"
-    return _refused(drawn)
+    return _refused(drawn, ignored=True)
 
 
 def no_thinking(rng: random.Random, drawn: Drawn) -> Drawn | None:
@@ -508,7 +535,7 @@ OTHERS: tuple[Mutation, ...] = (
     *(tools_as_text_of_text, tools_as_words, arguments_as_words, drop_content, empty_answer),
     *(parts_that_are_no_text, rename_list, rename_key, rename_keys_of_messages, bad_weights),
     *(roles_of_another_format, keys_that_would_do, keys_of_messages_that_would_do, two_systems),
-    dropped_role,
+    *(dropped_role, keys_that_nobody_knows),
 )
 
 
@@ -540,18 +567,19 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
         drawn, name = _mutated(rng), rng.choice(list(TEMPLATES))
         tokenizer, reader, peer = opened[name]
         text = f"{name}, {' '.join(drawn.done) or 'as drawn'}: {json.dumps(drawn.row)}"
-        right = _right(name, drawn, peer)
+        shown = _shown(name, drawn, peer)
+        right = REFUSAL if drawn.is_refused else shown
         yield Input(
             text,
             partial(_taken, drawn.row, reader, tokenizer._inner),
             right,
             common=right is not REFUSAL and drawn.everyday,
+            accepted=drawn.ignored and shown is not REFUSAL,
         )
 
 
-def _right(name: str, drawn: Drawn, peer: Any) -> Any:
-    if drawn.is_refused:
-        return REFUSAL
+def _shown(name: str, drawn: Drawn, peer: Any) -> Any:
+    """Returns the learned texts and the tokens of a row by its meaning; REFUSAL if none show it."""
     talk = drawn.messages, drawn.tools, drawn.thinking, drawn.learned
     turns = said(name, *talk)
     if turns is None or not turns:

@@ -156,7 +156,8 @@ def _right(name: str, word: str) -> object:
 
 
 def _one(rng: random.Random, folder: Path) -> Input:
-    way = rng.choice(("typed", "file", "section", "resume", "sweep", "list", "braces", "verb"))
+    ways = ("typed", "twice", "file", "section", "resume", "sweep", "list", "braces", "verb")
+    way = rng.choice(ways)
     key, word = rng.choice(TEXT), some_word(rng)
     right = _right(key.name, word)
     if key.name in PATHS and rng.random() < 0.3:
@@ -164,6 +165,8 @@ def _one(rng: random.Random, folder: Path) -> Input:
     is_common = word in GUESSED and "," not in word and right == word
     if way == "sweep":
         return _sweep(key, rng)
+    if way == "twice":
+        return _twice(rng)
     if way == "list":
         return _list(rng, folder)
     if way == "braces":
@@ -192,6 +195,31 @@ def _one(rng: random.Random, folder: Path) -> Input:
         return checked(key.name, taken_again(config) if way == "resume" else config)
 
     return Input(f"{key.name}={word} ({way})", typed, right, is_common)
+
+
+def _twice(rng: random.Random) -> Input:
+    """Draws a key that is given twice: as in Hydra, the last value counts; but a run has one name.
+
+    In a shell script, words of its own come before `"$@"`.
+    """
+    name = rng.choice(("run", "data.path", "logger.project", "tp", "optim.lr", "train.steps"))
+    values: list[Any] = rng.sample(("1.10", "v2", "a/b", "5e3"), 2)
+    if name in ("tp", "train.steps"):
+        values = rng.sample(range(1, 9), 2)
+    elif name == "optim.lr":
+        values = rng.sample((1e-3, 3e-4, 0.01), 2)
+    elif name == "run":
+        values = rng.sample(("1.10", "v2", "5e3"), 2)
+    words = [f"{rng.choice(('', '', '++'))}{name}={value}" for value in values]
+    words.insert(rng.randint(0, 2), "pp=2")
+    right: object = REFUSAL if name == "run" else values[1]
+    text = " ".join(words)
+    return Input(
+        f"{text} (twice)",
+        lambda: checked(name, taken_from_words(words)),
+        right,
+        accepted=name == "run",
+    )
 
 
 def _sweep(key: Key, rng: random.Random) -> Input:
