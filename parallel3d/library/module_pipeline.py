@@ -647,13 +647,16 @@ def divisor_of(loss_fn: LossFn | None) -> Weight | None:
     by_class = isinstance(function, MEANS_BY_CLASS) or function in (F.cross_entropy, F.nll_loss)
     if not by_class or named.get("reduction", "mean") != "mean":
         return None
-    ignored, of_class = named.get("ignore_index", IGNORED), named.get("weight")
 
     def divisor(targets: Tensor) -> Tensor:
         if not is_whole(targets.dtype):  # probabilities of the classes, none of which is ignored
             return torch.ones(())
-        kept = targets[targets != ignored]
-        return torch.tensor(len(kept)) if of_class is None else of_class[kept].sum()
+        # A module's class weights may have moved to another device since the pipeline was made.
+        _, named = options_of(loss_fn)
+        kept, of_class = targets != named.get("ignore_index", IGNORED), named.get("weight")
+        if of_class is None:
+            return kept.sum()
+        return (of_class[targets.masked_fill(~kept, 0)] * kept).sum()
 
     return divisor
 
