@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import socket
 import sys
 import traceback
@@ -184,15 +185,15 @@ def _run(arguments: list[str]) -> int:
 
 
 def _without_marks(words: Sequence[str]) -> list[str]:
-    """Returns the words without carriage returns at their ends and byte order marks before them.
+    """Returns the words without carriage returns at ends of lines and byte order marks before them.
 
     A shell that reads words from a list leaves these there if the list was edited on Windows.
     """
-    kept = [word.removeprefix("\ufeff").rstrip("\r") for word in words]
+    kept = [re.sub(r"\r+(?=\n|\Z)", "", word.removeprefix("\ufeff")) for word in words]
     if changed := sum(new != old for new, old in zip(kept, words, strict=True)):
         print_line(
-            f"{count(changed, 'word')} of the command line had a carriage return at the end or a "
-            "byte order mark, as in a list edited on Windows; neither is part of a word"
+            f"{count(changed, 'word')} of the command line had a carriage return at the end of a "
+            "line or a byte order mark, as in a list edited on Windows; neither is part of a word"
         )
     return [new for new, old in zip(kept, words, strict=True) if new or not old]
 

@@ -38,7 +38,14 @@ from parallel3d.config.fields import (
 from parallel3d.config.identity import flat
 from parallel3d.config.schema import ALTERNATIVES, Config, conf_dir, register_schema, sections_of
 from parallel3d.config.text import read_yaml, with_text
-from parallel3d.config.words import as_typed, braces, last_of_each, option, quoted_twice
+from parallel3d.config.words import (
+    as_typed,
+    braces,
+    in_one_line,
+    last_of_each,
+    option,
+    quoted_twice,
+)
 from parallel3d.errors import UserError, nearest_hint, readable
 from parallel3d.private_names import HydraFiles, hydra_sources
 
@@ -235,6 +242,7 @@ def check_overrides(
 
 def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: bool) -> str:
     """Checks and quotes one override for `check_overrides`. Raises UserError."""
+    word = in_one_line(word)
     bare, is_set, value = word.partition("=")
     keys, sections = all_keys(schema), sections_of(schema)
     key = keys.get(bare.lstrip("+"))
@@ -265,7 +273,11 @@ def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: b
         )
     if parsed.is_sweep_override():
         if not sweeps:
-            also = "" if "(" in value else f", or a list as {name}=[{value}]"
+            also = ""
+            if "(" not in value and (key is None or key.item is not None or key.meta["list_of"]):
+                also = f", or a list as {name}=[{value}]"
+            elif "(" not in value and key is not None and key.kind is str:
+                also = f", or one text as {quoted_twice(name, value)}"
             raise UserError(
                 f"{word} gives several values for one key; give --multirun to run each one{also}."
             )
@@ -306,6 +318,9 @@ def _not_allowed(typed: str, key: Key) -> str:
     also = ""
     if key.kind is str and not key.meta["choices"] and value[:1] in ("[", "{"):
         also = f"; text in brackets is quoted twice, as {quoted_twice(key.name, value)}"
+        if key.holds is Path and "," in value:
+            names = ",".join(name.strip() for name in value.strip("[]").split(","))
+            also += f", and several names without them, as {quoted_twice(key.name, names)}"
     return f"{typed}: {key.name} must be {allowed(key)}{also}; the default is {default}."
 
 

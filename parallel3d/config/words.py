@@ -88,6 +88,16 @@ def as_typed(word: str, key: Key | None = None) -> str:
     return word
 
 
+def in_one_line(word: str) -> str:
+    """Returns an override with blanks for line breaks next to the separators of a list or braces.
+
+    Breaks inside items stay, and so do those of a value with quotes.
+    """
+    if re.search(r"['\"]", word) or not re.search(r"=\s*[\[{]", word):
+        return word
+    return re.sub(r"(?<=[\[{,:])\s*[\r\n]\s*|\s*[\r\n]\s*(?=[\]},:])", " ", word)
+
+
 def option(word: str) -> str:
     """Returns the value of a plain override, without the quotes of Hydra's grammar."""
     value = word.partition("=")[2]

@@ -141,6 +141,10 @@ TYPED = [
     ("data.path=~/lr=1e-3/1=2.jsonl", "data.path", f"{HOME}/lr=1e-3/1=2.jsonl"),
     ("data.valid={v:a=b.txt}", "data.valid", {"v": "a=b.txt"}),
     ("logger.tags=[lr=1e-3,1.10]", "logger.tags", ["lr=1e-3", "1.10"]),
+    ("logger.tags=[\n  a b,\r\n  1.10\n]", "logger.tags", ["a b", "1.10"]),
+    ("logger.tags=['a\nb',c]", "logger.tags", ["a\nb", "c"]),
+    ("data.valid={a:x,\r\n  b:1.10}", "data.valid", {"a": "x", "b": "1.10"}),
+    ("run=a\nb", "run", "a\nb"),
 ]
 
 
@@ -200,6 +204,8 @@ REFUSED = [
     (["data.blend={a:1,a:2}"], ["a occurs twice in the same braces"]),
     (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 occurs twice"]),
     (["run=int(5)"], ["run is text", "'run=\"int(5)\"'"]),
+    (["data.path=a,b"], ["one text as 'data.path=\"a,b\"'"]),
+    (["data.path=[a,\r\nb]"], ["as 'data.path=\"[a, b]\"'", "as 'data.path=\"a,b\"'"]),
     (["run=it's"], ["""'run="it'"'"'s"'"""]),
     (["data.path=a,b='c"], ["'data.path=\"a,b='"]),
     (["run=[a]"], ["must be null or text", "'run=\"[a]\"'"]),
@@ -343,7 +349,10 @@ def test_a_users_folder_is_read_as_written(tmp_path: Path, monkeypatch: pytest.M
     assert (config.data.path, config.logger.tags) == (f"{tmp_path}/1.10", ["no", "1.10"])
 
 
-@pytest.mark.parametrize("words", [["--version\r"], ["\ufeff--version"], ["--version", "\r"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--version\r"], ["\ufeff--version"], ["--version", "\r"], ["--version", "run=[a,\r\nb]"]],
+)
 def test_marks_of_windows_are_no_part_of_a_word(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
