@@ -124,30 +124,41 @@ _ARGUMENTS = (
 RESERVED = frozenset(_ARGUMENTS.split())
 # TRL's rows with the messages before the answer and those of the answer, which alone is learned.
 PROMPT, COMPLETION = "prompt", "completion"
-# Rows of other formats: keys, what a row with them is, and jq's filter that makes messages of it.
-_PAIR = '{messages: [{role: "user", content: %s}, {role: "assistant", content: %s}]}'
-OTHER_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (
+
+
+class OtherFormat(NamedTuple):
+    """A format whose rows have no messages.
+
+    Attributes:
+        names: the keys by which a row is recognised.
+        kind: what these keys hold, for errors.
+        asked: key of the text or the messages before the answer.
+        answer: key of the answer's text or messages.
+        text: jq's expression for the text before the answer, if that is not the value of `asked`.
+    """
+
+    names: tuple[str, str]
+    kind: str
+    asked: str
+    answer: str
+    text: str = ""
+
+
+_WITH_INPUT = '(.instruction + (if (.input // "") == "" then "" else "\\n\\n" + .input end))'
+OTHER_FORMATS = (
+    OtherFormat(
         ("chosen", "rejected"),
         "preferences, of which only one answer can be learned",
-        "{messages: .chosen}",
+        *(PROMPT, "chosen"),
     ),
-    (
-        (PROMPT, COMPLETION),
-        "texts, which no chat template is meant for",
-        _PAIR % (".prompt", ".completion"),
+    OtherFormat(
+        (PROMPT, COMPLETION), "texts, which no chat template is meant for", PROMPT, COMPLETION
     ),
-    (
-        ("instruction", "output"),
-        "Alpaca's instructions",
-        _PAIR
-        % (
-            '(.instruction + (if (.input // "") == "" then "" else "\\n\\n" + .input end))',
-            ".output",
-        ),
+    OtherFormat(
+        ("instruction", "output"), "Alpaca's instructions", "instruction", "output", _WITH_INPUT
     ),
-    ((PROMPT, "response"), "texts", _PAIR % (".prompt", ".response")),
-    (("question", "answer"), "questions with answers", _PAIR % (".question", ".answer")),
+    OtherFormat((PROMPT, "response"), "texts", PROMPT, "response"),
+    OtherFormat(("question", "answer"), "questions with answers", "question", "answer"),
 )
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Options for which false counts as missing; for other keys, false may have a meaning.
@@ -325,21 +336,43 @@ def read_row(row: Any) -> Row:
 
 
 def _without_messages(row: Mapping[str, Any]) -> str:
-    for names, kind, jq in OTHER_FORMATS:
-        if all(row.get(name) is not None for name in names):
-            return (
-                f"has no {MESSAGES}; its {' and '.join(names)} are {kind}: "
-                f"`jq -c '{jq}' FILE > NEW.jsonl` makes {MESSAGES} of them"
-            )
+    how = f"write {MESSAGES} as a list of objects with role and content"
+    for other in OTHER_FORMATS:
+        if all(row.get(name) is not None for name in other.names):
+            jq = _jq_of(row, other)
+            remedy = f"`{jq} FILE > NEW.jsonl` makes {MESSAGES} of them" if jq else how
+            return f"has no {MESSAGES}; its {' and '.join(other.names)} are {other.kind}: {remedy}"
     close = nearest(MESSAGES, [key for key in row if key != MESSAGES])
     if close:
         return f"has no {MESSAGES}; the nearest key is {show(plain(close))}"
     keys = ", ".join(plain(key) for key in list(row)[:5]) or "none"
     more = " …" if len(row) > 5 else ""
-    return (
-        f"has no {MESSAGES}, and its keys are {keys}{more}: write {MESSAGES} as a list of objects "
-        "with role and content"
-    )
+    return f"has no {MESSAGES}, and its keys are {keys}{more}: {how}"
+
+
+def _jq_of(row: Mapping[str, Any], other: OtherFormat) -> str:
+    """Returns the command of jq that adds messages to rows such as this, or "" if none can.
+
+    It keeps the other keys, such as system and tools, and reads objects as well as a list of them.
+    """
+    asked, answer = row.get(other.asked), row[other.answer]
+    parts = []
+    if isinstance(asked, str):
+        parts.append(f'[{{role: "user", content: {other.text or f".{other.asked}"}}}]')
+    elif isinstance(asked, list):
+        parts.append(f".{other.asked}")
+    if isinstance(answer, str):
+        parts.append(f'[{{role: "assistant", content: .{other.answer}}}]')
+    elif isinstance(answer, list) and answer and isinstance(answer[0], dict):
+        # Preferences often repeat the question in front of each answer.
+        is_whole = answer[0].get("role", ASSISTANT) != ASSISTANT
+        parts = [*([] if is_whole else parts), f".{other.answer}"]
+    else:
+        return ""
+    if len(parts) == 1 and isinstance(answer, str):
+        return ""
+    added = f". + {{{MESSAGES}: ({' + '.join(parts)})}}"
+    return f"jq -c '(if type == \"array\" then .[] else . end) | {added}'"
 
 
 def _is_empty(key: str, value: Any) -> bool:

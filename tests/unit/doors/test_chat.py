@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import pytest
 import transformers
 
 from parallel3d.data.chat import ChatTemplate, Conversation, Reader, Refused
+from parallel3d.data.chat_rows import read_row
 from parallel3d.data.inputs import without_nulls
 from parallel3d.data.tokenizer import FileTokenizer, open_tokenizer
 from tests.chat_templates import CHATML, CONTENT, QWEN2, TEMPLATES, dumps, given, home, said
@@ -634,3 +637,44 @@ def test_named_templates_are_read_from_files_a_list_or_a_processor(tmp_path: Pat
     (by_files / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="named rag, but none named default"):
         ChatTemplate(open_tokenizer(str(by_files)))
+
+
+SAID = [user("1+2?"), assistant("3")]
+# Rows of other formats, and the messages that the printed command makes of them.
+CONVERTED: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"prompt": "1+2?", "completion": "3"}, SAID),
+    ({"prompt": SAID[:1], "completion": "3"}, SAID),
+    ({"prompt": "1+2?", "response": "3"}, SAID),
+    ({"question": "1+2?", "answer": "3"}, SAID),
+    ({"instruction": "1+2?", "output": "3"}, SAID),
+    ({"instruction": "1+2?", "input": "", "output": "3", "system": "be"}, SAID),
+    ({"instruction": "Add.", "input": "1\n2", "output": "3"}, [user("Add.\n\n1\n2"), SAID[1]]),
+    ({"prompt": "1+2?", "chosen": "3", "rejected": "4"}, SAID),
+    ({"prompt": SAID[:1], "chosen": SAID[1:], "rejected": [assistant("4")]}, SAID),
+    ({"prompt": "1+2?", "chosen": SAID, "rejected": SAID}, SAID),
+    ({"chosen": SAID, "rejected": SAID}, SAID),
+]
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize(("given", "right"), CONVERTED)
+@pytest.mark.parametrize("is_list", [False, True])
+def test_the_printed_command_makes_messages(
+    tmp_path: Path, given: dict[str, Any], right: list[Any], is_list: bool
+) -> None:
+    with pytest.raises(Refused) as caught:
+        read_row(given)
+    command = str(caught.value).split("`")[1]
+    text = json.dumps([given] * 2, indent=1) if is_list else f"{json.dumps(given)}\n" * 2
+    (tmp_path / "FILE").write_text(text)
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    made = [json.loads(line) for line in (tmp_path / "NEW.jsonl").read_text().splitlines()]
+    assert [one["messages"] for one in made] == [right] * 2
+    read = read_row(made[0]).messages[-len(right) :]
+    assert [message["content"] for message in read] == [message["content"] for message in right]
+    assert read_row(made[0]).messages[0]["content"] == given.get("system", right[0]["content"])
+
+
+def test_preferences_without_a_question_have_no_command() -> None:
+    with pytest.raises(Refused, match=r"are preferences, .*: write messages as a list"):
+        read_row({"chosen": "a", "rejected": "b"})
