@@ -21,6 +21,19 @@ from fsspec.spec import AbstractFileSystem
 ETAG, MODIFIED, WEAK = "ETag", "Last-Modified", "weak ETag"
 
 
+@contextlib.contextmanager
+def in_a_thread(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Runs a server in a thread of this process; yields its address."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @dataclass
 class Server:
     """Headers that the server sends about the files in `folder`: ETAG, MODIFIED and WEAK.
@@ -42,14 +55,8 @@ class Server:
     @contextlib.contextmanager
     def serving(self) -> Iterator[Server]:
         """Runs the server, in threads of this process."""
-        with self.listening() as server:
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            try:
-                yield self
-            finally:
-                server.shutdown()
-                thread.join()
+        with in_a_thread(self.listening()):
+            yield self
 
     def listening(self) -> ThreadingHTTPServer:
         """Returns the server, before it serves its first request."""

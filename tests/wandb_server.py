@@ -6,11 +6,12 @@ import contextlib
 import gzip
 import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.http_files import in_a_thread
 
 
 @dataclass
@@ -58,15 +59,8 @@ class WandbServer:
 
             do_GET = do_PUT = do_POST
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            self.address = f"http://127.0.0.1:{server.server_port}"
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            try:
-                yield self
-            finally:
-                server.shutdown()
-                thread.join()
+        with in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as self.address:
+            yield self
 
     def _streamed(self, id: str, files: dict[str, Any]) -> None:
         if (piece := files.get("wandb-history.jsonl")) is not None:
