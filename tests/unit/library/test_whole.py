@@ -1,10 +1,13 @@
-"""Tests how a pipeline of plain modules is cut by default."""
+"""Tests a pipeline of plain modules without other ranks: how it is cut, and its mean."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
+import parallel3d as p3d
+from parallel3d.comm.group import SINGLE
 from parallel3d.errors import UserError
 from parallel3d.library.module_pipeline import stages_of
 from parallel3d.schedules.orders import StageAssignment
@@ -46,3 +49,14 @@ def test_additional_modules_go_to_the_middle_stages() -> None:
 def test_the_nearest_split_is_even_over_ranks() -> None:
     with pytest.raises(UserError, match=r"the nearest is split=\[2, 2, 1, 1\]"):
         stages_of([nn.Identity() for _ in range(6)], StageAssignment(2, 2, "v"), [1, 2, 2, 2])
+
+
+def test_class_weights_are_those_of_the_step() -> None:
+    """A loss module's weights may change, or move to another device, after the pipeline is made."""
+    torch.manual_seed(3)
+    loss_fn = nn.CrossEntropyLoss(weight=torch.ones(3))
+    net = nn.Linear(4, 3)
+    pipe = p3d.Pipeline([net], SINGLE, loss_fn=loss_fn, num_microbatches=2)
+    loss_fn.weight = torch.tensor([1.0, 5.0, 25.0])
+    x, y = torch.randn(6, 4), torch.tensor([0, 0, -100, 1, 2, 2])
+    assert float(pipe.step(x, y)) == pytest.approx(float(loss_fn(net(x), y)), rel=1e-6)
