@@ -74,6 +74,7 @@ _MAGIC: Final = (
     (b"PAR1", PARQUET),
 )
 NAMES: Final = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2", PARQUET: "parquet"}
+NO_TEXT = "bytes that are not text"
 # Texts that stand for a file which was not fetched.
 _POINTERS: Final = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer", "git lfs pull"),
@@ -194,10 +195,11 @@ def not_read(name: str, door: Door, what: str = "") -> NotTaken:
     """Returns the error for a file whose ending is not read; `what` describes its content."""
     end, packed = endings(name)
     ends = f"{end}{os.path.splitext(name)[1] if packed else ''}"
-    what = f", and holds {what}" if what else ""
-    text = f", or, if it is text, name it {plain(name)}.txt" if TEXT in door.kinds else ""
+    holds = f", and holds {what}" if what else ""
+    may_be_text = TEXT in door.kinds and what not in (NO_TEXT, *NAMES.values())
+    text = f", or, if it is text, name it {plain(name)}.txt" if may_be_text else ""
     return NotTaken(
-        f"ends in {plain(ends)}, which is not read{what}: {read_by(door)}; unpack an archive, and "
+        f"ends in {plain(ends)}, which is not read{holds}: {read_by(door)}; unpack an archive, and "
         f"{door.remedy} of a .jsonl{text}"
     )
 
@@ -558,7 +560,7 @@ def _no_prose(head: bytes) -> str:
     if encoding_of(head) is not None:
         return ""
     if _is_binary(head) or len(head) - len(head.translate(None, CONTROLS)) > 0:
-        return "bytes that are not text"
+        return NO_TEXT
     if are_rows(head):  # this has a sentence of its own
         return ""
     if head.lstrip()[:1] in (b"{", b"["):

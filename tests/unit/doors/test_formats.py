@@ -293,6 +293,17 @@ def test_a_file_is_recognised_by_name_and_bytes_or_refused(
             assert found == expected.get(right), (name, right)
 
 
+@pytest.mark.parametrize(
+    "head", [b"a,b\n1,2\n", b"{\n", b"\x00\x01", gzip.compress(b"a"), b"PAR1\x00"]
+)
+def test_an_unknown_ending_is_renamed_to_text_only_if_that_is_read(head: bytes) -> None:
+    with pytest.raises(formats.NotTaken) as caught:
+        formats.judged("a.xyz", head)
+    _, offers, name = str(caught.value).partition("if it is text, name it ")
+    assert bool(offers) == (head.isascii() and b"\x00" not in head)
+    assert not offers or formats.judged(name, head) == Form("text")
+
+
 def test_the_page_on_data_names_every_ending() -> None:
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text("utf-8")
     section = page.split("### Formats")[1].split("\n## ")[0]
