@@ -29,12 +29,14 @@ def test_a_run_starts_from_another_and_resumes_without_its_keys(
     assert new.code == 0, new
     assert "init_from=old@2 gives model llama_tiny, 2 layers" in new.err
     assert "step 2 of run old" in new.err + new.out
+    assert "parallel3d: run=new is a new run" in new.errors
     final = load_file(runs / "old" / "weights-final.safetensors")
     begun = load_file(runs / "new" / "weights-initial.safetensors")
     assert final.keys() == begun.keys() and all((begun[n] == w).all() for n, w in final.items())
 
     longer = run_forked(shell, "train", "run=new", "train.steps=3")
     assert longer.code == 0, longer
+    assert "is a new run" not in longer.err
     took, resumed = [line for line in longer.errors if not line.startswith(DEVICE)][:2]
     assert took.startswith("parallel3d: run=new: values kept from its last start: ")
     assert "seed=9" in took and "init_from=old@2" in took

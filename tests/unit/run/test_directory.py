@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 
@@ -161,6 +162,10 @@ def test_a_run_that_cannot_resume_is_refused_with_the_differing_keys(tmp_path: P
     fresh = dataclasses.replace(mine, checkpoint=CheckpointConfig(load=False))
     with pytest.raises(UserError, match=r"exists already in .* checkpoint\.load=false"):
         check_run(fresh, may_resume=True)
+    # Both remedies of the message are accepted.
+    check_run(dataclasses.replace(fresh, run="other"), may_resume=True)
+    shutil.rmtree(directory)
+    check_run(fresh, may_resume=True)
 
 
 @pytest.mark.nightly
