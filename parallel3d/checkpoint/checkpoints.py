@@ -330,11 +330,11 @@ class Checkpoints:
                     f"loaded are in {self.run_dir / CHECKPOINTS}: copy an intact one there, or "
                     "choose another run="
                 )
-            if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
-                self.say(
-                    f"run={self.config.run} is a new run: it has no checkpoint yet and starts over "
-                    "at step 1"
-                )
+            if self.is_first_rank and not self.config.train.eval_only:
+                # Earlier starts under this name may have failed before their first checkpoint.
+                has_rows = os.path.exists(self.run_dir / "metrics.jsonl")
+                again = ": it has no checkpoint yet and starts over at step 1" if has_rows else ""
+                self.say(f"run={self.config.run} is a new run{again}")
         if self.config.train.eval_only:
             return first_step  # an evaluation saves nothing
         saver = self._prepare_saver()

@@ -5,6 +5,7 @@ Neither Hydra nor torch is imported, so that help and error messages appear at o
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,8 @@ def refusing(command: str) -> Iterator[None]:
         raise
     except OSError as error:
         where = plain(f"{os.fsdecode(error.filename)}: ") if error.filename else ""
-        raise UserError(f"{command}: {where}{reason(error)}") from None
+        full = "; make room there, or write to another disk" if error.errno == errno.ENOSPC else ""
+        raise UserError(f"{command}: {where}{reason(error)}{full}") from None
     except MemoryError:
         raise UserError(
             f"{command} does not fit into this host's memory: end other programs here, or run it "

@@ -30,7 +30,6 @@ from parallel3d.loop.requeue import REQUEUE, leave_marker
 from parallel3d.loop.run_steps import run_steps
 from parallel3d.loop.usual_hooks import usual_hooks
 from parallel3d.loop.weights import save_weights
-from parallel3d.metrics.jsonl import METRICS
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.optim.checks import check_schedule_of_rate
@@ -71,9 +70,6 @@ def train(config: Config, worker: Worker) -> None:
     if trainer.config.train.eval_only:
         evaluate_only(trainer, worker, checkpoints.resumed)
     else:
-        if worker.rank == 0 and first_step == 1 and not (worker.run_dir / METRICS).exists():
-            # Earlier starts under this name may have failed before their first step.
-            print_line(f"run={config.run} is a new run")
         begun_with = take_initial_weights(trainer, worker, checkpoints)
         if not is_over(trainer, worker, first_step, length_key):
             facts = header_facts(trainer, corpus, sets) if worker.rank == 0 else {}
