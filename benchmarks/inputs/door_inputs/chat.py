@@ -318,6 +318,7 @@ def keys_that_nobody_knows(rng: random.Random, drawn: Drawn) -> Drawn | None:
     """Adds a field that no reader knows, however close it is to one that is read."""
     turns = [turn for turn in _turns(drawn) if turn.get("role") == "assistant"]
     draw = rng.random()
+    value: Any
     if draw < 0.2 and isinstance(drawn.row.get("tools"), list):
         drawn.row["toolss"] = drawn.row.pop("tools")
         return replace(drawn, tools=None, everyday=False)

@@ -94,7 +94,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Reading(NamedTuple):
+class HFConfig(NamedTuple):
     """What config.json says of a model.
 
     Attributes:
@@ -336,7 +336,7 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def from_hf(config: dict[str, Any]) -> Reading:
+def from_hf(config: dict[str, Any]) -> HFConfig:
     """Returns the format and the `model` section of a config.json, and the keys it did not read.
 
     Raises UserError if a key has a value that our model cannot express.
@@ -367,7 +367,7 @@ def from_hf(config: dict[str, Any]) -> Reading:
         raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
     about = {*ABOUT, TYPE, *TOKENS, *family.dropouts, *family.ignored.split()}
-    return Reading(kind, found, keys.finish(about))
+    return HFConfig(kind, found, keys.finish(about))
 
 
 def _from_gpt2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Change(NamedTuple):
     by_length: bool
 
 
-class Row(NamedTuple):
+class ComparedRow(NamedTuple):
     """A row of tokens whose logits are compared.
 
     Attributes:
@@ -95,7 +95,7 @@ class Theirs(NamedTuple):
         changes: the positions at which either model changes.
     """
 
-    rows: list[Row]
+    rows: list[ComparedRow]
     logits: list[Tensor]
     frequencies: list[list[Tensor]]
     window: int | None
@@ -143,13 +143,13 @@ def _their_changes(content: Mapping[str, Any]) -> Iterator[Change]:
             yield Change(value, f"{key}={value} of config.json", by_length=key != _ORIGINAL)
 
 
-def rows_of(model: ModelConfig, changes: Sequence[Change]) -> list[Row]:
+def rows_of(model: ModelConfig, changes: Sequence[Change]) -> list[ComparedRow]:
     """Returns rows of tokens that reach every change below `model.seq_length`."""
     end = model.seq_length
     windows = [c.position for c in changes if c.by_length and c.position < end]
     wanted = min(end, max([LONGEST, *(position + 2 for position in windows)]))
     dense = wanted if _is_cheap(model, wanted) else min(end, LONGEST)
-    rows = [Row(tuple(range(dense)), _kept(dense, windows))]
+    rows = [ComparedRow(tuple(range(dense)), _kept(dense, windows))]
     if dense < wanted:
         rows.append(rows[0]._replace(window=SHRUNK))
     distant = sorted({c.position for c in changes if not c.by_length and c.position < end})
@@ -175,16 +175,16 @@ def _kept(tokens: int, windows: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(place for place in kept if 0 <= place < tokens))
 
 
-def _sparse(last: int, changes: Sequence[int]) -> Row:
+def _sparse(last: int, changes: Sequence[int]) -> ComparedRow:
     """Returns a row of few tokens from position 0 to `last`, on both sides of each change."""
     near = {n * c + step for c in changes for n in (1, 2, 3) for step in (-2, -1, 0, 1)}
     spread = {round(last * 2.0 ** (-n / 2)) for n in range(SPARSE)}
     positions = {*range(SPARSE // 3), *near, *spread, last - 1, last}
     found = tuple(sorted(p for p in positions if 0 <= p <= last))
-    return Row(found, tuple(range(len(found))))
+    return ComparedRow(found, tuple(range(len(found))))
 
 
-def tokens_of(model: ModelConfig, row: Row) -> Tensor:
+def tokens_of(model: ModelConfig, row: ComparedRow) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, model.vocab_size, (1, len(row.positions)), generator=generator)
 
@@ -197,7 +197,9 @@ def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage
 
 
 @torch.no_grad()
-def our_logits(stage: Stage, model: ModelConfig, row: Row, *, angles: float = 0.0) -> Tensor:
+def our_logits(
+    stage: Stage, model: ModelConfig, row: ComparedRow, *, angles: float = 0.0
+) -> Tensor:
     """Returns the logits (kept, vocab_size) of a row.
 
     The angles of rotary positions are wrong by the share `angles`, up and down by turns.
@@ -282,7 +284,7 @@ def their_side(folder: Path, model: ModelConfig, *, wrapped: bool = False) -> Th
         ) from None
 
 
-def _logits(theirs: Any, model: ModelConfig, row: Row) -> Tensor:
+def _logits(theirs: Any, model: ModelConfig, row: ComparedRow) -> Tensor:
     given: dict[str, Any] = {"use_cache": False, "return_dict": True}
     tokens, kept = tokens_of(model, row), torch.tensor(row.kept)
     if not row.is_dense:
@@ -357,7 +359,9 @@ def verdict(
     )
 
 
-def _check_frequencies(folder: Path, model: ModelConfig, row: Row, turns: list[Tensor]) -> None:
+def _check_frequencies(
+    folder: Path, model: ModelConfig, row: ComparedRow, turns: list[Tensor]
+) -> None:
     """Raises UserError unless transformers ran with each of our frequencies."""
     for rope in model.ropes if turns else []:
         ours, _ = frequencies(model, rope, row.positions[-1] + 1)
