@@ -36,7 +36,7 @@ from parallel3d.text import count
 _ABOUT = re.compile(
     r"(read[-_]?me|licen[sc]e|copying)s?([-_. ][\w.-]*)?|"
     r"(notice|citation|authors|contributing|code_of_conduct|security|changelog|datasheet|"
-    r"dataset_?card|terms_of_use|((md5|sha\d+|b2)(sum)?|checksum)s?)(\.\w+)?",
+    r"dataset_?card|terms_of_use|(md5|sha\d+|b2|check)sums?)(\.\w+)?",
     re.IGNORECASE,
 )
 _ABOUT_ENDS = ("", *PROSE, ".md", ".markdown", ".rst", ".html", ".cff", ".bib")

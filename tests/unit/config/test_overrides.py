@@ -58,7 +58,7 @@ BAD = [
         ["have no quotes", "nearest is 'optim.groups={*:{lr_mult:2}}'"],
     ),
     ("data.path='a", ["data.path='a", "KEY=VALUE", "'data.path=\"a\"'"]),
-    ("tp=1,2", ["tp=1,2", "--multirun", "tp=[1,2]"]),
+    ("tp=1,2", ["tp=1,2", "--multirun"]),
     ("tp=${micro_batch}", ["tp=${micro_batch}", "not a key", "micro_batch_size"]),
     ("model.num_layers=${oc.env:NO_SUCH_VARIABLE}", ["model.num_layers", "NO_SUCH_VARIABLE"]),
     ("model.name=???", ["model.name=???", "model.name=custom"]),
