@@ -25,8 +25,9 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, begun, check_tokens, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.experts.router import Router
+from parallel3d.models.decoding import Decoder, blank_stage
 from parallel3d.models.rotary import length_with_short_factors
-from parallel3d.models.transformer import Decoder, Stage, blank_stage
+from parallel3d.models.transformer import Stage
 from parallel3d.parameters.segments import Chunk
 from parallel3d.parameters.slices import STATE
 from parallel3d.parameters.state import spec_of

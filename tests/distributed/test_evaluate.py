@@ -20,7 +20,7 @@ from parallel3d.commands.evaluate.rows import Likelihood
 from parallel3d.commands.from_run import EVAL, of_run
 from parallel3d.commands.generate import load_newest
 from parallel3d.commands.options import CommandConfig
-from parallel3d.models.transformer import blank_stage
+from parallel3d.models.decoding import blank_stage
 from parallel3d.run.directory import load_config
 from tests.distributed.pool import Pool
 from tests.huggingface import GROUPED, save_model

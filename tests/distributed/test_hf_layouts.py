@@ -24,7 +24,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import load_initial
 from parallel3d.config.schema import Config, ModelConfig, states_of
-from parallel3d.models.transformer import Decoder, blank_stage
+from parallel3d.models.decoding import Decoder, blank_stage
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem, UnequalMasks

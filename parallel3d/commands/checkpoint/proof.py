@@ -25,10 +25,11 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.host.quotas import available_memory
+from parallel3d.models.decoding import Blank
 from parallel3d.models.dialect import LONGROPE
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import Positions, frequencies
-from parallel3d.models.transformer import Blank, Stage
+from parallel3d.models.transformer import Stage
 from parallel3d.text import count
 from parallel3d.versions import TRIED, parts
 

@@ -35,8 +35,9 @@ from parallel3d.data.tokenizer import BYTE, Tokenizer, check_tokens, open_tokeni
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
 from parallel3d.metrics.recorder import layout_row
+from parallel3d.models.decoding import blank_stage
 from parallel3d.models.rotary import length_with_short_factors
-from parallel3d.models.transformer import Stage, blank_stage
+from parallel3d.models.transformer import Stage
 from parallel3d.run.directory import folder_in_run
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary

@@ -32,7 +32,7 @@ from parallel3d.commands.from_run import EVAL, config_from_run
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
-from parallel3d.models.transformer import blank_stage
+from parallel3d.models.decoding import blank_stage
 from tests.unit.data.test_validation import TEXT, byte_level
 
 BAD = (

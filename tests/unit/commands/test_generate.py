@@ -16,7 +16,8 @@ from parallel3d.commands.generate import TokenSampler, check_length
 from parallel3d.commands.options import GenerateConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.models.transformer import Decoder, Stage, blank_stage
+from parallel3d.models.decoding import Decoder, blank_stage
+from parallel3d.models.transformer import Stage
 
 pytestmark = pytest.mark.nightly
 

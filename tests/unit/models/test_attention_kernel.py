@@ -23,9 +23,9 @@ from parallel3d.errors import UserError
 from parallel3d.loop import notices
 from parallel3d.models import attention
 from parallel3d.models.attention import avoids_cudnn, causal_attention, choose_kernel
+from parallel3d.models.decoding import Decoder
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.recompute import recomputed
-from parallel3d.models.transformer import Decoder
 from parallel3d.parameters.initializer import Initializer
 from tests.operators import Operators
 from tests.unit.commands.test_generate import LLAMA, decoder_of
