@@ -49,9 +49,6 @@ NOT_BUILT = {
     ("ddp.comm_hook", "zero"): "A reduce-scatter of rounded buckets that adds in fp32.",
     ("ddp.hierarchical", "zero"): "A reduce-scatter in two levels, whose shards lie in the order "
     "of the domains. `zero=2` and `zero=3` have `ddp.shard_size`.",
-    ("train.noise_scale", "zero"): "Norms of the gradients that FSDP2 is about to reduce, "
-    "unit by unit.",
-    ("train.noise_scale", "optim.freeze"): "Norms by parameter instead of by bucket.",
 }
 
 

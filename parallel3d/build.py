@@ -14,12 +14,11 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.comm.turns import Turns
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.engine import BucketedDataParallel
-from parallel3d.data_parallel.noise_scale import NoiseScale
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.experts import MixtureOfExperts
-from parallel3d.models.parallelize import data_parallel_engine, noise_scale
+from parallel3d.models.parallelize import data_parallel_engine
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
 from parallel3d.optim.muon import Muon, MuonByKind
 from parallel3d.optim.optimizer import Optimizer, trained_spans
@@ -42,7 +41,6 @@ class RankParts:
         stages: the rank's pipeline stages, in the order of its chunks.
         tied_name: the name of the embedding table if it is trained and another rank holds a copy
             of it; otherwise None.
-        noise: measures the gradient noise scale.
         data_parallel: sums gradients over the replicas, and holds the parameters.
         executor: runs the stages' forwards and backwards, and exchanges their messages.
         balance: balances the load of the experts; None for a model without experts.
@@ -50,7 +48,6 @@ class RankParts:
 
     stages: Sequence[Stage]
     tied_name: str | None
-    noise: NoiseScale
     data_parallel: DataParallel
     optimizer: Optimizer
     executor: Executor
@@ -84,8 +81,7 @@ def build(
     freeze(stages, blueprint.frozen)
     # The engine, which sums gradients over dp, also creates the parameters.
     tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
-    noise = noise_scale(blueprint, groups, device)
-    engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups, noise.norms)
+    engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups)
     if turns is not None and isinstance(engine, BucketedDataParallel):
         engine.before_reduction = turns.join
     for stage in stages:
@@ -97,7 +93,7 @@ def build(
         blueprint, schedule, stages, engine, groups, device, launch, timer, turns
     )
     balance = expert_balance(blueprint, stages, groups)
-    return RankParts(stages, next(iter(tied), None), noise, engine, optimizer, executor, balance)
+    return RankParts(stages, next(iter(tied), None), engine, optimizer, executor, balance)
 
 
 def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:

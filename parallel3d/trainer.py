@@ -30,7 +30,6 @@ from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch, with_length
 from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
-from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.errors import UserError
 from parallel3d.experts.balance import ExpertFigures
@@ -74,7 +73,6 @@ class StepSums(NamedTuple, Generic[Value]):
             (`Trainer.share_of_loss`).
         squared_norm: the squared norm of the gradients, which still contain the loss scale.
         stop: the number of ranks that were asked to end the run.
-        noise: the two squared norms for `train.noise_scale`; empty without it.
         experts: the sums of the layers with experts (`BalanceOfRun.take`); empty without experts.
     """
 
@@ -82,7 +80,6 @@ class StepSums(NamedTuple, Generic[Value]):
     tokens: Value
     squared_norm: Value
     stop: Value
-    noise: Value
     experts: Value
 
 
@@ -115,7 +112,6 @@ class StepResult(NamedTuple):
         skipped: whether the parameters are unchanged, because the loss or a gradient was not finite
             or there is no loss.
         stop: whether a rank was asked to end the run (`stop_requested`).
-        noise: the estimates of the gradient noise; None without `train.noise_scale`.
         experts: the load and balance of the layers with experts; None without experts.
     """
 
@@ -126,7 +122,6 @@ class StepResult(NamedTuple):
     tokens: int
     skipped: bool = False
     stop: bool = False
-    noise: Noise | None = None
     experts: ExpertFigures | None = None
 
 
@@ -187,7 +182,6 @@ class Trainer:
         )
         self.stages = parts.stages
         self.tied_name = parts.tied_name
-        self.noise = parts.noise
         self.data_parallel = parts.data_parallel
         self.parameters = parts.data_parallel.parameters
         self.optimizer = parts.optimizer
@@ -277,9 +271,6 @@ class Trainer:
         self.batch = batch
         self.forwards = forwards
         self.train_batches.resize(count, batch)
-        self.noise.batch = batch
-        if self.groups.dp.size == 1:
-            self.noise.parts = count
 
     def train_step(self) -> StepResult:
         """Runs one optimizer step on the next global batch; collective over the world.
@@ -337,7 +328,6 @@ class Trainer:
             tokens=self.tokens_per_step,
             skipped=not finite,
             stop=stop,
-            noise=self.noise.last,
             experts=experts,
         )
 
@@ -465,7 +455,6 @@ class Trainer:
             squared_norm=squared,
             # A kernel fills the tensor, because copying a number would block the host.
             stop=torch.full_like(squared, float(self.stop_requested())),
-            noise=self.noise.squares(self.data_parallel.segments, squared),
             experts=squared.new_empty(0) if self.balance is None else self.balance.take(squared),
         )
         totals = total_sums(sums, self.groups.world)
@@ -477,7 +466,6 @@ class Trainer:
             collectives.all_reduce_few(share, self.groups.world)
             with blocking(self.groups.world):
                 square = share.item()
-        self.noise.update(totals.noise, self.loss_scale.scale)
         (loss,), (count,), (stops,) = totals.loss, totals.tokens, totals.stop
         mean = loss / count if count else None
         experts = None
@@ -517,7 +505,6 @@ class Trainer:
             "updates": self.optimizer.updates,
             **({THAWS: self.optimizer.thaws} if self.optimizer.thaws else {}),
             **self.loss_scale.progress(),
-            **self.noise.progress(),
         }
 
     def restore(self, progress: Mapping[str, Any], there: Mapping[str, Any] = {}) -> None:
@@ -532,7 +519,6 @@ class Trainer:
         thaws = thaws_of(progress, there, self.config.optim)
         self.optimizer.restore(int(progress["updates"]), thaws)
         self.loss_scale.restore(progress)
-        self.noise.restore(progress)
         self.data_parallel.all_gather_params()
         self.data_parallel.wait_for_all_gathers()
 

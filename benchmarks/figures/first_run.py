@@ -8,22 +8,62 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.figures.batch_sizes_picture import (
-    COLOURS,
-    HEIGHT,
-    TOP,
-    WIDTH,
-    Axis,
-    Line,
-    grid,
-    path,
-    text,
-)
-
-BOTTOM = 350
+COLOURS = ("#1864ab", "#1098ad", "#2b8a3e", "#74b816", "#f08c00", "#d9480f", "#c2255c")
+WIDTH, HEIGHT, TOP, BOTTOM = 960, 400, 56, 350
 NAMES = {"loss": "training loss of each step", "eval_loss": "held-out loss"}
+
+
+class Axis(NamedTuple):
+    """Maps values from `low` to `high` to pixels from `first` to `last`."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+    is_log: bool = True
+
+    def at(self, value: float) -> float:
+        low, high, value = (
+            (math.log(v) if self.is_log else v) for v in (self.low, self.high, value)
+        )
+        return self.first + (value - low) / (high - low) * (self.last - self.first)
+
+
+class Line(NamedTuple):
+    """A curve: its name and its points (x, y)."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def path(line: Line, x: Axis, y: Axis, colour: str, width: float = 2) -> str:
+    inside = [(a, b) for a, b in line.points if x.low <= a <= x.high and y.low <= b <= y.high]
+    points = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in inside)
+    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+
+
+def text(x: float, y: float, words: str, size: int = 12, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{words}</text>'
+
+
+def grid(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], unit: str = "") -> list[str]:
+    parts = []
+    for value in xs:
+        at = x.at(value)
+        parts.append(f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{BOTTOM}" class="grid"/>')
+        parts.append(text(at, BOTTOM + 18, f"{value:g}{unit}", 11, "middle"))
+    for value in ys:
+        at = y.at(value)
+        parts.append(
+            f'<line x1="{x.first}" y1="{at:.1f}" x2="{x.last}" y2="{at:.1f}" class="grid"/>'
+        )
+        parts.append(text(x.first - 6, at + 4, f"{value:g}", 11, "end"))
+    return parts
 
 
 def curves(metrics: Path) -> list[Line]:

@@ -240,7 +240,6 @@ class Blueprint:
         local_seq_length: tokens of a sample on a context-parallel rank, before sp divides them.
         device: the key `device`; all values except "cpu" mean a GPU.
         compiles: whether the forward and backward of the layers are compiled.
-        noise_scale: whether a step estimates the noise of its gradients.
         load: number of rows of a rank's experts, divided by the mean over all ranks. A value
             above 1 describes the fullest rank (`ops.ExpertWidths`).
     """
@@ -264,7 +263,6 @@ class Blueprint:
     optim: OptimConfig
     loss: LossConfig
     balance: ExpertsConfig
-    noise_scale: bool
     load: float = 1.0
 
     @classmethod
@@ -290,7 +288,6 @@ class Blueprint:
             optim=config.optim,
             loss=config.loss,
             balance=config.moe,
-            noise_scale=config.train.noise_scale,
         )
 
     @property

@@ -37,7 +37,6 @@ from parallel3d.experts.checks import check_expert_parallel, check_experts
 from parallel3d.loop.checks import (
     check_batch,
     check_batch_schedule,
-    check_noise_scale,
     check_profile,
 )
 from parallel3d.models.checks import check_layer_types, check_model
@@ -128,8 +127,6 @@ def check_config(
     check_treatment(optim, model)
     check_precision(config.precision)
     check_data_parallel(config.ddp, dp=dp, cp=cp)
-    if train.noise_scale:
-        check_noise_scale(config.batch_sizes, train.batch_schedule, config.micro_batch_size)
     is_known = world_size is not None or config.dp is not None
     check_profile(config.profile, steps, config.replica_size * dp if is_known else None)
     check_run_name(config.run, config.runs_dir)

@@ -96,6 +96,9 @@ REMOVED = {
     "ddp.powersgd_rank": Removed(_LOW_RANK, 4),
     "ddp.powersgd_start": Removed(_LOW_RANK, 10),
     "ddp.bucket_order": Removed("buckets are in the reverse order of the model", "model"),
+    "train.noise_scale": Removed(
+        "compare the losses of short runs with two values of global_batch_size", False
+    ),
 }
 
 

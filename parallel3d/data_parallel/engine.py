@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -166,14 +166,6 @@ def _spans(
     return found
 
 
-class GradientObserver(Protocol):
-    """The interface of objects that read gradients before the reduction."""
-
-    def start_step(self) -> None: ...
-    def added(self, name: str, parameter: nn.Parameter, times: int) -> None: ...
-    def full(self, bucket: Bucket) -> None: ...
-
-
 class BucketedDataParallel:
     """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
 
@@ -195,7 +187,6 @@ class BucketedDataParallel:
         bucket_cap_mb, overlap: as in DistributedDataParallel.
         hook: reduces a bucket, or is None for a plain reduce-scatter (ZeRO) or all-reduce.
         values: returns the initial values of a parameter (see `build_buckets`).
-        observer: reads the gradients before their reduction; None if nothing needs them.
 
     Attributes:
         segments: flat shards that this rank steps.
@@ -214,7 +205,6 @@ class BucketedDataParallel:
         overlap: bool = True,
         hook: CommHook | None = None,
         values: InitFn = Tensor.detach,
-        observer: GradientObserver | None = None,
     ) -> None:
         self.groups_of = groups_of
         self.sharded = zero > 0
@@ -228,7 +218,6 @@ class BucketedDataParallel:
         self.gathering: dict[int, Work] = {}
         self.works: list[Work] = []
         self.running = False
-        self.observer = observer
         # With `comm.turns`, this makes the current stream wait for those that add gradients.
         self.before_reduction: Callable[[], None] = lambda: None
         self.constants = [
@@ -310,8 +299,6 @@ class BucketedDataParallel:
         self.expected = [spec_of(p).uses * microbatches for p in self.trained.values()]
         self.reducer.begin(self.expected)
         self.works = []
-        if self.observer is not None:
-            self.observer.start_step()
         self.running = True
 
     def start_last_microbatch(self) -> None:
@@ -324,9 +311,6 @@ class BucketedDataParallel:
                 f"{self.names[number]} got more gradients than the forward has uses of this "
                 "parameter"
             )
-        if self.observer is not None:
-            name = self.names[number]
-            self.observer.added(name, self.trained[name], self.expected[number] - left)
         if left == 0:
             for index in self.reducer.filled(number):
                 self.reduce_bucket(index)
@@ -334,8 +318,6 @@ class BucketedDataParallel:
     def reduce_bucket(self, index: int) -> None:
         """Starts the reduction of a bucket to which this rank will add no more gradients."""
         bucket = self.buckets[index]
-        if self.observer is not None:
-            self.observer.full(bucket)
         if bucket.data.size == 1:
             return
         self.before_reduction()

@@ -266,10 +266,7 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the cp traffic of attention, and the sums of gradients for the noise scale.
-
-    See context_parallel/attention.py.
-    """
+    """Yields the cp traffic of attention (context_parallel/attention.py)."""
     blueprint = rank.blueprint
     every = [(of, _has_gradient(by, "attention.qkv")) for of, by in rank.layers_alike()]
     for window in dict.fromkeys(of.kind.window for of, _ in every):
@@ -283,9 +280,6 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
             count += blueprint.repeats_attention * recomputed * sent.again
             count *= blueprint.microbatches * groups
             yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
-    if blueprint.noise_scale:
-        for p in rank.parameters:
-            yield Transfer("cp", "all_reduce", p.numel * rank.grad_item, 1, "noise scale")
 
 
 def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[Sent]]:
@@ -496,11 +490,9 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the all-reduce of all scalars over the world.
 
-    The scalars are the loss, the number of tokens, the squared norm, the stop flag, and two more
-    norms for the noise scale. Each layer with experts adds the tokens of each expert, two losses,
-    the entropy and the range of the bias.
+    The scalars are the loss, the number of tokens, the squared norm and the stop flag. Each layer
+    with experts adds the tokens of each expert, two losses, the entropy and the range of the bias.
     """
     model = rank.blueprint.model
-    numbers = 6 if rank.blueprint.noise_scale else 4
-    numbers += len(model.expert_layers) * (model.num_experts + 5)
+    numbers = 4 + len(model.expert_layers) * (model.num_experts + 5)
     yield Transfer("world", "all_reduce", numbers * SCALAR_BYTES, 1, "loss and gradient norm")

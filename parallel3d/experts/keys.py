@@ -195,7 +195,6 @@ CONFLICTS = (
             ("mlp_chunk_tokens", None),
             ("ddp.hierarchical", False),
             ("ddp.shard_size", None),
-            ("train.noise_scale", False),
         )
     ),
 )

@@ -1,4 +1,4 @@
-"""Checks the batch sizes, the noise scale and the profiled steps of a run."""
+"""Checks the batch sizes and the profiled steps of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from parallel3d.config.schema import (
     ProfileConfig,
 )
 from parallel3d.config.values import (
-    BatchSizes,
     Replicas,
     number_of_tokens,
 )
@@ -66,25 +65,6 @@ def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas
             f"{name} must end with global_batch_size={batch}, for which memory, "
             f"time and evaluations are planned; the nearest is global_batch_size={size}."
         )
-
-
-def check_noise_scale(sizes: BatchSizes, schedule: Any, micro_batch_size: int) -> None:
-    """Raises UserError for a global batch of one micro-batch, which has no parts to compare.
-
-    Args:
-        sizes: the run's global batches.
-        schedule: `train.batch_schedule`, or None without one.
-    """
-    least = min(sizes.sizes)
-    if least != micro_batch_size:
-        return
-    batch, near = f"global_batch_size={least}", f"global_batch_size={2 * least}"
-    if schedule is not None:
-        batch, near = f"a batch of {least} in train.batch_schedule", f"a batch of {2 * least}"
-    raise UserError(
-        f"train.noise_scale=true compares two parts of a batch, but with dp=1 {batch} is a single "
-        f"micro-batch; the nearest is {near}."
-    )
 
 
 def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | None) -> None:

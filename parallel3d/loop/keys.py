@@ -93,13 +93,6 @@ class TrainConfig:
         resume=FREE,
     )
     progress: bool = key(True, "progress bar (on a terminal)", resume=FREE)
-    noise_scale: bool = key(
-        False,
-        "measure the gradient noise scale (McCandlish et al. 2018), the batch size beyond which "
-        "larger batches save few steps; it compares the gradients of replicas or, with dp=1, of "
-        "micro-batches",
-        resume=FREE,
-    )
     save_weights: bool = key(
         False,
         "write the initial and the final weights, unsharded, as safetensors (small models)",
@@ -140,20 +133,5 @@ CONFLICTS = (
         "{train.epochs} counts passes over one corpus, but {data.name} reads each part as often "
         "as its weight says: give train.tokens instead",
         (("train.epochs", None),),
-    ),
-    *(
-        Conflict(
-            {"train.noise_scale": Is(True), "zero": Is(2, 3), replicas: Other(1)},
-            "{train.noise_scale} compares the gradients of each replica before they are summed, "
-            "but {zero} does not keep them",
-            (("zero", 1), ("train.noise_scale", False)),
-        )
-        for replicas in ("dp", "cp")
-    ),
-    Conflict(
-        {"train.noise_scale": Is(True), "optim.freeze": Other(None, [])},
-        "{train.noise_scale} compares whole buckets, but {optim.freeze} leaves parameters in them "
-        "without a gradient",
-        (("train.noise_scale", False), ("optim.freeze", None)),
     ),
 )

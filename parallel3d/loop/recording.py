@@ -36,7 +36,6 @@ class StepRecords(Hook):
         if recorder is None:
             return
         is_fp16 = trainer.config.precision.name == "fp16"
-        noise = result.noise._asdict() if result.noise else None
         recorder.step(
             result.step,
             result.loss,
@@ -48,7 +47,6 @@ class StepRecords(Hook):
             loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
             times=trainer.step_timer.last,
             memory=peak_memory(trainer.device),
-            noise=noise and {part: v for part, v in noise.items() if v is not None},
             imbalance=trainer.train_batches.imbalance,
             experts=result.experts and result.experts.row(),
             profiled=self.is_profiled(result.step),

@@ -11,8 +11,6 @@ survives a change of the batch size. A line may also have these entries:
   token to learn.
 - `profiled: true`: the step was profiled (`profile.steps`).
 - `loss_scale`: the loss scale, with fp16.
-- `noise`: with `train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
-  (`data_parallel.noise_scale`).
 - `imbalance`: with context parallelism, the excess of attention work on the slowest rank of rank
   0's group over the group's mean, as a fraction.
 - `experts`: in a mixture of experts, figures by layer: `load` (tokens of the fullest expert over

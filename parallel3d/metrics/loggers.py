@@ -44,7 +44,7 @@ NAMES = {
     "eval_loss": "eval/loss",
 }
 # Entries that hold several figures, with the prefix of the figures' names.
-_PARTS = {"times": "time/", "memory": "memory/", "noise": "noise/", "eval_losses": "eval/loss of "}
+_PARTS = {"times": "time/", "memory": "memory/", "eval_losses": "eval/loss of "}
 
 
 def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dict[str, float]:

@@ -433,8 +433,6 @@ class Recorder:
         }
         if content["breakdown"] and self._imbalances:
             content["breakdown"]["imbalance"] = statistics.fmean(self._imbalances)
-        if "noise" in last:
-            content["noise_scale"] = last["noise"].get("scale")
         if self._error is not None:
             content["error"] = self._error
         return finite(content)

@@ -138,8 +138,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
     found += [f"scale {row['loss_scale']:g}"] if "loss_scale" in row else []
     if "experts" in row:  # the layer with the highest load
         found.append(f"load {max(row['experts']['load'].values()):.2f}")
-    noise = row.get("noise", {}).get("scale")
-    return found if noise is None else [*found, f"noise {noise:.3g}"]
+    return found
 
 
 def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:

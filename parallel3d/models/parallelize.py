@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
+from parallel3d.blueprint.blueprint import DataParallelSettings
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
-from parallel3d.data_parallel.engine import BucketedDataParallel, GradientObserver
-from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.transformer import Stage
@@ -31,7 +30,6 @@ def data_parallel_engine(
     initializer: Initializer,
     dtype: torch.dtype,
     groups: ProcessGroups,
-    observer: GradientObserver | None = None,
 ) -> DataParallel:
     """Creates the data-parallel engine of a rank's stages, whose parameters are fp32 or better.
 
@@ -39,8 +37,6 @@ def data_parallel_engine(
         initializer: draws the initial values. If it is `deferred`, each rank draws only the values
             that it keeps.
         dtype: the compute dtype.
-        observer: sees gradients before they are reduced, or None. With FSDP2, which has no buckets
-            to observe, the checks of the configuration refuse keys that need an observer.
     """
     groups_of = partial(copy_groups, groups=groups)
     if settings.zero > 1 and groups.layout.ep and groups.layout.world_size > 1:
@@ -83,7 +79,6 @@ def data_parallel_engine(
         overlap=settings.overlap,
         hook=comm_hook(settings, groups),
         values=lambda p: initializer.values(spec_of(p)),
-        observer=observer,
     )
 
 
@@ -123,15 +118,3 @@ def comm_hook(settings: DataParallelSettings, groups: ProcessGroups) -> CommHook
     if settings.comm_hook == "bf16":
         return SideStream(InBf16)
     return all_reduce
-
-
-def noise_scale(blueprint: Blueprint, groups: ProcessGroups, device: torch.device) -> NoiseScale:
-    """Creates a run's estimator of the gradient noise scale.
-
-    It observes nothing unless `train.noise_scale` is true.
-    """
-    parts = groups.dp.size if groups.dp.size > 1 else blueprint.microbatches
-    if not blueprint.noise_scale:
-        return NoiseScale(blueprint.global_batch_size, parts, None)
-    norms = PartialNorms(groups, device, blueprint.layer.sp)
-    return NoiseScale(blueprint.global_batch_size, parts, norms)

@@ -1,7 +1,7 @@
 """Finds the ranks that hold the same elements with equal bits, and whether this rank is the first.
 
-Norms, checkpoints, gathering, the check for drift, Muon and the noise scale all use this module;
-only `copy_groups` distinguishes kinds of parameters.
+Norms, checkpoints, gathering, the check for drift and Muon all use this module; only `copy_groups`
+distinguishes kinds of parameters.
 """
 
 from __future__ import annotations

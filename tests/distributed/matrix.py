@@ -70,7 +70,6 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "reduced": ("by default", "otherwise"),
         "buckets": ("whole", "small", "alone"),
         "sums": ("flat", "hierarchical", "bf16"),
-        "noise scale": (False, True),
     },
     "memory": {
         "recompute": ("none", "full", MLP, "[norm,activation]", "[mlp]", "selective"),
@@ -164,10 +163,6 @@ def _splits_tokens(tp: int, cp: int, sp: str, length: int) -> bool:
     return tp == 1 or cp > 1 or length % {"no": 1, "whole": tp, "in pieces": 2 * tp}[sp] == 0
 
 
-def _has_two_parts(dp: int, pp: int, count: str, batches: str, noisy: bool) -> bool:
-    return not noisy or dp > 1 or min(batch_sizes(microbatches(pp, count), batches)) > 1
-
-
 def _without_experts(name: str, off: Any) -> Rule:
     """Returns the rule by which the check refuses another level of a factor with experts."""
     return Rule(
@@ -244,21 +239,6 @@ REFUSED = (
         lambda zero, sums: zero == 0 or sums == "flat",
     ),
     Rule(
-        "noise is measured of whole gradients",
-        ("dp", "cp", "zero", "noise scale"),
-        lambda dp, cp, zero, noisy: not noisy or zero < 2 or dp * cp == 1,
-    ),
-    Rule(
-        "noise is measured of all gradients",
-        ("treatment", "noise scale"),
-        lambda treatment, noisy: not noisy or treatment not in FROZEN,
-    ),
-    Rule(
-        "noise is measured between parts of a batch",
-        ("dp", "pp", "micro-batches", "batches", "noise scale"),
-        _has_two_parts,
-    ),
-    Rule(
         "experts need each token on one rank",
         ("tp", "sp", "experts"),
         lambda tp, sp, experts: not experts or tp == 1 or sp != "no",
@@ -280,7 +260,6 @@ REFUSED = (
     ),
     _without_experts("MLP", "whole"),
     _without_experts("copies", "one"),
-    _without_experts("noise scale", False),
     Rule(
         "experts are not summed in two levels",
         ("experts", "sums"),
@@ -507,7 +486,7 @@ def chosen() -> Cover:
 
 # Settings on which streams, events and the order of a communicator depend.
 ON_STREAMS = (
-    *("schedule", "sp", "style", "zero", "buckets", "offload", "dropout", "noise scale"),
+    *("schedule", "sp", "style", "zero", "buckets", "offload", "dropout"),
     *("experts", "dispatch", "layer types"),
 )
 
@@ -803,7 +782,6 @@ def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
     yield "ddp.comm_hook", "bf16" if sums == "bf16" else "none"
     # With more tokens, gradients would overflow, and a step would be skipped: see test_precision.
     yield "precision.initial_loss_scale", 1024.0 if levels["precision"] == "fp16" else 65536.0
-    yield "train.noise_scale", levels["noise scale"]
     yield "attention_kernel", levels["kernel"]
     yield "deterministic", levels["deterministic"]
 

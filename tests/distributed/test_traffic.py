@@ -138,7 +138,6 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.tensor_parallel.attention = changes.get("attention", "heads")
     config.loss.chunk_tokens = changes.get("chunk_tokens")
     config.precision.lm_cross_entropy = changes.get("lm_cross_entropy", "fp32")
-    config.train.noise_scale = changes.get("noise_scale", False)
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
     config.schedule.name, config.vpp = changes.get("schedule", "1f1b"), changes.get("vpp", 1)
     config.schedule.slices = changes.get("slices")
@@ -281,7 +280,7 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
     3: {
         "pp3": (Layout(pp=3), {"layers_per_stage": [1, 1, 1]}),
         "cp3 windows, padded": (Layout(cp=3), WINDOW),
-        "cp3 padded, noise scale": (Layout(cp=3), {"comm_hook": "bf16", "noise_scale": True}),
+        "cp3 padded": (Layout(cp=3), {"comm_hook": "bf16"}),
     },
     4: {
         "tp2 pp2 sp in four pieces, a gather repeated": (
@@ -301,12 +300,12 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "dp4 bf16 buckets": (Layout(dp=4), {"comm_hook": "bf16"}),
         "tp2 dp2 sp zero1": (Layout(tp=2, dp=2), {"zero": 1, "sp": True, **LLAMA}),
         "pp2 dp2 zero3 bf16": (Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}),
-        "tp2 dp2 fp16, its loss too, noise scale": (
+        "tp2 dp2 fp16, its loss too": (
             Layout(tp=2, dp=2),
-            {"precision": "fp16", "lm_cross_entropy": "fp16", "noise_scale": True},
+            {"precision": "fp16", "lm_cross_entropy": "fp16"},
         ),
         "tp2 cp2 sp zero3": (Layout(tp=2, cp=2), {**LLAMA, "sp": True, "zero": 3}),
-        "cp2 dp2 ring noise scale": (Layout(cp=2, dp=2), {**RING, "noise_scale": True}),
+        "cp2 dp2 ring": (Layout(cp=2, dp=2), RING),
         "tp2 cp2 muon zero1": (Layout(tp=2, cp=2), {"optim": "muon", "zero": 1}),
         "cp2 pp2 heads, a layer recomputed": (
             Layout(cp=2, pp=2),

@@ -204,16 +204,6 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["schedule.layers_per_stage=[4]", "1 entries", "even split", "[2,2]"],
     ),
     (
-        {"train.noise_scale": True, "zero": 2, "dp": 2},
-        2,
-        ["train.noise_scale=true", "zero=2", "nearest is zero=1"],
-    ),
-    (
-        {"train.noise_scale": True, "optim.freeze": ["final*"], "dp": 2},
-        None,
-        ["train.noise_scale=true", "optim.freeze=[final*]", "nearest is train.noise_scale=false"],
-    ),
-    (
         BIASED | {"optim.freeze": ["*.weight"]},
         None,
         ["optim.freeze=[*.weight]", "must leave a parameter"],
@@ -247,11 +237,6 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["optim.groups={layers.0.*:", "the first that matches counts; give it first"],
     ),
     ({"init_optimizer": True}, None, ["init_optimizer=true", "nearest is init_optimizer=false"]),
-    (
-        {"train.noise_scale": True, "global_batch_size": 4},
-        None,
-        ["two parts", "global_batch_size=4", "nearest is global_batch_size=8"],
-    ),
     (
         {"schedule.name": "auto", "zero": 2, "dp": 2},
         2,
@@ -563,11 +548,6 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         {"pp": 2, "schedule.name": "auto", "train.batch_schedule": {0: 8, 9: 16}},
         None,
         ["schedule=auto", "nearest is schedule=1f1b."],
-    ),
-    (
-        {"train.noise_scale": True, "dp": 1, "train.batch_schedule": {0: 4, 9: 16}},
-        None,
-        ["batch of 4 in train.batch_schedule is a single micro-batch", "nearest is a batch of 8."],
     ),
     # profile
     ({"profile.steps": [4]}, None, ["profile.steps=[4]", "two numbers", "profile.steps=[4,4]."]),

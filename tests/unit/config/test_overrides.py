@@ -28,6 +28,7 @@ BAD = [
     ("tensor_parallel.symmetric_memory=true", ["is no longer a key; tensor_parallel.chunks"]),
     ("ddp.powersgd_rank=2", ["is no longer a key; PowerSGD is gone, and ddp.comm_hook=bf16"]),
     ("ddp.bucket_order=measured", ["is no longer a key; buckets are in the reverse order of the"]),
+    ("train.noise_scale=true", ["is no longer a key; compare the losses of short runs"]),
     ("--profile-step-end=12", ["nearest is profile.steps (", "profile.steps=[11,12]"]),
     ("--profile-ranks=0", ["nearest is profile.ranks,"]),
     ("train-iters=4", ["train-iters=4", "nearest is train.steps."]),

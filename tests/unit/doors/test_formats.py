@@ -406,8 +406,9 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
         ["jsonl: 1 file", "names that begin with _: 2"],
     ),
     "long names that begin like those of files about others": (
-        {"a.txt": b"a", "b2.txt": b"b", "security_news.txt": b"news", "authors-of-rome.txt": b"rome",
-         "notice.txt": b"n", "LICENSE-MIT.txt": b"l", "sha256sums.txt": b"5", "MD5SUMS": b"5"},
+        {"a.txt": b"a", "b2.txt": b"b", "security_news.txt": b"news", "notice.txt": b"n",
+         "authors-of-rome.txt": b"rome", "LICENSE-MIT.txt": b"l", "sha256sums.txt": b"5",
+         "MD5SUMS": b"5"},
         ["a", "b", "news", "rome"],
         ["README, LICENSE and the like: 4"],
     ),

@@ -302,6 +302,8 @@ def test_a_copied_run_has_the_name_of_its_folder() -> None:
         ("ddp:\n  powersgd_rank: 4\n  powersgd_start: 10\n", None),  # not typed by the user
         ("ddp:\n  bucket_order: model\n", None),
         ("ddp:\n  bucket_order: measured\n", "ddp.bucket_order=measured (buckets are in "),
+        ("train:\n  noise_scale: false\n", None),
+        ("train:\n  noise_scale: true\n", "train.noise_scale=true (compare the losses of short "),
         ("ddp:\n  powersgd_rank: 2\n", "ddp.powersgd_rank=2 (PowerSGD is gone, and ddp.comm_hook="),
     ],
 )

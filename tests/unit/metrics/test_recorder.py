@@ -340,21 +340,6 @@ def test_many_ranks_are_summarised_as_minimum_mean_and_maximum(tmp_path: Path) -
         assert ["│", name, "100", "200", dp, "50.0", step, "│"] in lines
 
 
-def test_the_noise_scale_is_in_the_lines_the_summary_and_on_the_screen(tmp_path: Path) -> None:
-    recorder, screen = make_recorder(tmp_path, make_config(2))
-    known = {"scale": 12.345, "trace": 60.0, "signal": 4.0}
-    with recorder:
-        recorder.start({})
-        unknown = {"trace": -1.0, "signal": 4.0}
-        recorder.step(1, 5.0, 0.5, 1e-3, 4096, 0.5, noise=unknown)
-        recorder.step(2, 5.0, 0.5, 1e-3, 4096, 0.5, noise=known)
-        assert recorder.finish()["noise_scale"] == 12.345
-    rows = [*rows_of(tmp_path / "metrics.jsonl")]
-    assert [row["noise"] for row in rows] == [{"trace": -1.0, "signal": 4.0}, known]
-    first, second = (line for line in screen.getvalue().splitlines() if line.startswith("step"))
-    assert "noise" not in first and "noise 12.3  left" in second
-
-
 def test_steps_without_labels_have_no_loss_and_are_reported_once(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(40))
     with recorder:

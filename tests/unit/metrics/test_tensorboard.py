@@ -160,8 +160,8 @@ def test_figures_are_named_by_section_and_nulls_are_left_out() -> None:
     line = {"step": 5, "eval_loss": None, "tokens": 9, "valid": {"web": figures}}
     found = {"valid/web/loss": math.inf, "valid/web/perplexity": 3.0, "valid/web/tokens": 7}
     assert figures_of(line) == {"step": 5, "tokens": 9} | found
-    line = {"step": 5, "loss": None, "lr": 1.0, "skipped": True, "noise": {"scale": 2.0}}
-    named = {"train/lr": 1.0, "train/skipped": True, "noise/scale": 2.0}
+    line = {"step": 5, "loss": None, "lr": 1.0, "skipped": True, "memory": {"reserved": 2}}
+    named = {"train/lr": 1.0, "train/skipped": True, "memory/reserved": 2}
     assert figures_of(line) == {"step": 5} | named
 
 

@@ -60,7 +60,6 @@ def train(config: Config, run_dir: Path, wait_s: float = 0.0) -> dict[str, Any]:
         for step in (1, 2, 3):
             times = {"forward": 0.04, "tp": step / 100}
             more = {"times": times, "memory": {"allocated": step, "reserved": 9}}
-            more["noise"] = {"trace": 6.0, "signal": 1.0} | ({} if step == 1 else {"scale": 7.0})
             recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, **more)
         recorder.evaluation(3, 1.5)
         time.sleep(wait_s)
@@ -94,8 +93,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert [row.get("time/tp") for row in rows] == [0.01, 0.02, 0.03, None]
     assert [bool(row.get("train/skipped")) for row in rows] == [False, True, False, False]
     assert [row.get("memory/allocated") for row in rows] == [1, 2, 3, None]
-    assert [row.get("noise/scale") for row in rows] == [None, 7.0, 7.0, None]
-    assert not {"times", "memory", "noise"} & rows[0].keys()
+    assert not {"times", "memory"} & rows[0].keys()
     run = records["run"][0]
     assert run["run_id"] == (run_dir / "wandb-id").read_text().strip()
     assert (run["display_name"], run["project"]) == ("my-run", "parallel3d")
