@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel3d.config.conflicts import Condition, Conflict
 from parallel3d.config.fields import all_keys, spell
-from parallel3d.config.schema import CONFLICTS
+from parallel3d.run_config import CONFLICTS
 
 INTRO = """\
 # Compatibility of features

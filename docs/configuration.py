@@ -18,7 +18,7 @@ from parallel3d.config.fields import (
     typed_name,
 )
 from parallel3d.config.overrides import groups, presets
-from parallel3d.config.schema import Config, conf_dir, sections_of
+from parallel3d.run_config import Config, conf_dir, sections_of
 
 INTRO = """\
 # Configuration

@@ -12,7 +12,7 @@ from typing import Any
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.commands.recipes import GROUP, recipe
 from parallel3d.config.overrides import presets
-from parallel3d.config.schema import Config
+from parallel3d.run_config import Config
 from parallel3d.text import percent, si, three_digits
 
 HEAD = (

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from parallel3d.blueprint.ops import layer_ops, widths
 from parallel3d.blueprint.parameters import parameter_count, stage_parameters
-from parallel3d.config.schema import ModelConfig, conf_dir
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import conf_dir
 
 TP = 8
 

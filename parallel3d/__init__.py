@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from parallel3d.commands.verify import verify
     from parallel3d.config.checks import check_config
     from parallel3d.config.overrides import compose
-    from parallel3d.config.schema import Config
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
     from parallel3d.data_parallel.ddp import DistributedDataParallel
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from parallel3d.library.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.library.training_state import load, save
     from parallel3d.run.launch import Worker
+    from parallel3d.run_config import Config
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from parallel3d.trainer import Trainer
@@ -69,7 +69,7 @@ __all__ = [
 
 _HOME = {
     "ColumnParallelLinear": "parallel3d.tensor_parallel.layers",
-    "Config": "parallel3d.config.schema",
+    "Config": "parallel3d.run_config",
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
     "Layout": "parallel3d.blueprint.layout",
     "Pipeline": "parallel3d.library.module_pipeline",

@@ -12,7 +12,6 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.comm.turns import Turns
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
@@ -26,6 +25,7 @@ from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs, measure_baseline_latency
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.schedules.schedule import Schedule
 
 if TYPE_CHECKING:

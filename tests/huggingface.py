@@ -17,7 +17,7 @@ import transformers
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
 from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.generate import state_of
-from parallel3d.config.schema import ModelConfig
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.state import spec_of
 

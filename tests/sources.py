@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Blend, Corpus
 from parallel3d.data.sampler import DatasetOrder, Sources
+from parallel3d.run_config import Config
 
 
 def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:

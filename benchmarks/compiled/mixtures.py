@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from benchmarks.gpu.rows import read_preset
-from parallel3d.config.schema import ModelConfig, conf_dir
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import conf_dir
 
 PRESETS = (
     *("olmoe_1b_7b", "qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b"),

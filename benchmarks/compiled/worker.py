@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from benchmarks.compiled.calls import Call
-    from parallel3d.config.schema import Config
+    from parallel3d.run_config import Config
 
 # Tolerances relative to the largest magnitude in a result, by the bits of its dtype: one rounding,
 # and a few of fp32.

@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedWriter
+from parallel3d.data.keys import DataConfig
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 SEQ = 2048
 SAMPLES = 4000

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parallel3d.config.schema import DataConfig
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.packing import best_fit, pieces_of
 from parallel3d.data.sources import find_documents
 

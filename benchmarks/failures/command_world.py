@@ -37,9 +37,9 @@ from benchmarks.failures.command_checks import (
     whole_ones,
 )
 from parallel3d.cli import command_line
-from parallel3d.config.schema import Config
 from parallel3d.run import directory
 from parallel3d.run.directory import last_config
+from parallel3d.run_config import Config
 from tests.tools.failing_files import Point
 
 

@@ -30,8 +30,8 @@ from benchmarks.gpu.rows import (
     speed,
     trainer_of,
 )
-from parallel3d.config.schema import ModelConfig
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.models.keys import ModelConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Step = Callable[[], object]

@@ -31,9 +31,9 @@ from parallel3d.cli import command_line, hydra_run
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import composing_error, config_of, groups, presets, register
-from parallel3d.config.schema import Config, conf_dir, sections_of
 from parallel3d.errors import UserError, readable
 from parallel3d.run.failure import full_stop
+from parallel3d.run_config import Config, conf_dir, sections_of
 
 SECONDS = 2.0
 LONGEST = 2000  # maximum number of characters of a sentence

@@ -35,8 +35,8 @@ from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.generate import state_of
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import Stage
 
 DENSE = ("llama", "qwen2", "qwen3", "gpt2")

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.inputs.fuzz_values import HUGE, NUMBERS, OBJECTS, ODD, REFERENCES, TEXTS
 from parallel3d.config.fields import Key, all_keys, show, typed_name
 from parallel3d.config.overrides import groups, presets
-from parallel3d.config.schema import CONFLICTS, Config, sections_of
+from parallel3d.run_config import CONFLICTS, Config, sections_of
 
 # Keys of the machine, of paths, of other subcommands, and of the length of the run.
 NOT_THE_ENGINES = (

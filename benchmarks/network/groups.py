@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import LaunchConfig
+from parallel3d.run.keys import LaunchConfig
 
 LAYOUTS = {
     8: Layout(tp=2, pp=2, dp=2),

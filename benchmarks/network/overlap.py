@@ -32,9 +32,10 @@ import torch.distributed as dist
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 from tests.e2e.command import Shell
 from tests.e2e.rails import RAILNET, Rails, why_not

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.config.schema import ModelConfig
+from parallel3d.models.keys import ModelConfig
 
 Weights = Mapping[str, Tensor]  # our full names → full tensors
 

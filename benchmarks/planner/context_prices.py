@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.commands.plan import Plan, searched
-from parallel3d.config.schema import ClusterConfig, Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import attention, load
 from parallel3d.estimate.search import GIB, configure, style_seconds, works
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.topology.assumptions import preset
 
 LENGTHS = tuple(1 << power for power in (15, 17, 18, 19, 20))

@@ -26,11 +26,11 @@ from parallel3d.commands.dryrun.counting import (
     gpu_of,
     names_of,
 )
-from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.estimate.search import with_style
 from parallel3d.experts import choice
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.run_config import Config
 from parallel3d.simulated_device.device import TYPE, this_machine
 from parallel3d.simulated_device.machine import Observer
 from parallel3d.trainer import Trainer

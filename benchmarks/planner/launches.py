@@ -18,9 +18,9 @@ from parallel3d.blueprint.rank import (
     buckets_of,
     flat_shards,
 )
-from parallel3d.config.schema import Config
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
+from parallel3d.run_config import Config
 
 # number of elements of a chunk, and of chunks in one multi-tensor launch
 _CHUNK, _CHUNKS = 65536, 320

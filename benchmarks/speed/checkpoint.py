@@ -30,10 +30,12 @@ from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.storage import chunks_by_name
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import CheckpointConfig, Config, ModelConfig
 from parallel3d.data.sampler import Sample
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 
 COLUMNS = ("torch.save", "save", "stall", "written", "slower", "torch.load", "load")

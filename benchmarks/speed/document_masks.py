@@ -27,8 +27,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from parallel3d.config.schema import DataConfig
 from parallel3d.context_parallel.attention import attend_within
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.loader import Documents, documents_of
 from parallel3d.data.sampler import Sampler
 from parallel3d.data.sources import find_documents

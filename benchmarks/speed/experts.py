@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from benchmarks.peers.mixtures import of_transformers, take, transformers_mixture
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.experts.choice import Choice
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.mlp import MLP
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 
 SEQUENCES, LENGTH, VOCABULARY = 2, 512, 2048

@@ -17,7 +17,8 @@ import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.dryrun.counting import Zeros
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 
 TRAINS_ALL = "all trained"

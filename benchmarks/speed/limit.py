@@ -24,9 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.speed.zero import MODEL, Ramp
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.device.precision import compute_dtype
 from parallel3d.host.memory import keep_freed_memory
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 
 GEMM_SIZE = 1024

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.config.schema import OptimConfig
+from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec

@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.host.memory import keep_freed_memory
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 
 SEQUENCE = 256

@@ -30,19 +30,17 @@ from parallel3d.blueprint.stages import (
     checked_split,
     head_cost,
 )
-from parallel3d.config.schema import (
-    Config,
-    ExpertsConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    PrecisionConfig,
-)
 from parallel3d.config.values import parts_of
+from parallel3d.device.keys import PrecisionConfig
+from parallel3d.experts.keys import ExpertsConfig
+from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.keys import OptimConfig
+from parallel3d.run_config import Config
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, Schedule, assignment_of
 from parallel3d.schedules.walk import RankWork
+from parallel3d.tensor_parallel.keys import LossConfig
 
 
 @dataclass(frozen=True)

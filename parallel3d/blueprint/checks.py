@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.config.fields import (
     fits_64_bits,
     show,
 )
 from parallel3d.config.nccl import GROUP_KINDS, parse_nccl_env, parse_nccl_settings
-from parallel3d.config.schema import (
-    ClusterConfig,
-    LaunchConfig,
-)
 from parallel3d.errors import UserError, nearest
+from parallel3d.run.keys import LaunchConfig
 
 
 def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp: int | None) -> int:

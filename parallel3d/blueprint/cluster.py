@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config.schema import ClusterConfig
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.errors import UserError
 
 Slots = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from parallel3d.text import shortened
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import Config
+    from parallel3d.run_config import Config
 
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")

@@ -25,7 +25,8 @@ from parallel3d.blueprint.dispatch import (
     load_of_tokens,
     share_sent,
 )
-from parallel3d.config.schema import ExpertsConfig, ModelConfig
+from parallel3d.experts.keys import ExpertsConfig
+from parallel3d.models.keys import ModelConfig
 
 Number = Any  # int, float or a numpy array
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parallel3d.blueprint.ops import ALL_TRAINED, TrainedShares, Widths, cached_ops, widths
-from parallel3d.config.schema import ModelConfig, OptimConfig, states_of
+from parallel3d.models.keys import ModelConfig, states_of
+from parallel3d.optim.keys import OptimConfig
 
 TABLE = "head.table"
 WORD_TABLE = "embedding.word.weight"

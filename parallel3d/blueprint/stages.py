@@ -13,9 +13,10 @@ from fractions import Fraction
 from parallel3d.blueprint.ops import flops, layer_costs, layer_kinds, ops_of
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.config.fields import show
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Weights
 

@@ -46,14 +46,6 @@ from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
 from parallel3d.config.length import Length
-from parallel3d.config.schema import (
-    Config,
-    ModelConfig,
-    OptimConfig,
-    full_shapes_of,
-    parameter_shapes_of,
-    states_of,
-)
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.corpus import Blend, history_until
 from parallel3d.data.sampler import TrainingText
@@ -62,9 +54,12 @@ from parallel3d.data.tokens import Compared, compare, marks_of
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
+from parallel3d.models.keys import ModelConfig, full_shapes_of, parameter_shapes_of, states_of
+from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import EMA
 from parallel3d.optim.thaws import frozen_in
 from parallel3d.parameters.slices import STATE
+from parallel3d.run_config import Config
 from parallel3d.text import count
 from parallel3d.trainer import Trainer
 

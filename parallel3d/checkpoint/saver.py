@@ -61,7 +61,7 @@ from parallel3d.parameters.slices import EMA, STATE
 from parallel3d.private_names import default_store, foreach_copy_
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import CheckpointConfig
+    from parallel3d.checkpoint.keys import CheckpointConfig
 
 
 # The lease on a run's checkpoints, and the removal of expired checkpoints and of leftovers

@@ -57,10 +57,10 @@ from parallel3d.config.overrides import (
     config_of,
     typed_alternatives,
 )
-from parallel3d.config.schema import Config, DataConfig, LaunchConfig, LoggerConfig
 from parallel3d.config.words import last_of_each
 from parallel3d.data.chat import with_date
 from parallel3d.data.corpus import check_data, check_sets
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.device.checks import check_precision_of
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
@@ -72,6 +72,7 @@ from parallel3d.host.devices import (
 )
 from parallel3d.host.processes import prepare_streams
 from parallel3d.metrics.checks import check_loggers
+from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.run.directory import (
     check_run,
     config_there,
@@ -82,6 +83,7 @@ from parallel3d.run.directory import (
     take_run,
 )
 from parallel3d.run.failure import full_stop
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import or_end
 from parallel3d.run.launcher_environment import (
     RankAssignment,
@@ -93,6 +95,7 @@ from parallel3d.run.launcher_environment import (
 from parallel3d.run.local_workers import listen_here, run_here
 from parallel3d.run.rendezvous import CAN_RESUME, OtherStart, tell_rank_0
 from parallel3d.run.worker import count_ranks_here, run_joined
+from parallel3d.run_config import Config
 from parallel3d.text import count
 from parallel3d.versions import OF_A_RUN, check_versions, newer
 

@@ -28,10 +28,10 @@ from parallel3d.config.fields import (
 )
 from parallel3d.config.identity import flat
 from parallel3d.config.overrides import experiment_files, groups
-from parallel3d.config.schema import ALTERNATIVES, OPTIONS, Config, sections_of
 from parallel3d.config.values import FREE, LAYOUT
 from parallel3d.config.words import option
 from parallel3d.errors import UserError
+from parallel3d.run_config import ALTERNATIVES, OPTIONS, Config, sections_of
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")

@@ -13,8 +13,8 @@ from parallel3d.cli.verbs import Verb
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import Key, all_keys, allowed, spell, unknown_key
 from parallel3d.config.overrides import groups, presets
-from parallel3d.config.schema import CONFLICTS, sections_of
 from parallel3d.errors import UserError
+from parallel3d.run_config import CONFLICTS, sections_of
 
 WIDTH = 92  # maximum number of columns in the help of a key
 

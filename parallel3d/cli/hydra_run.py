@@ -20,9 +20,9 @@ from omegaconf import DictConfig, open_dict
 
 from parallel3d.config.overrides import VERSION, check_overrides, compose_tree, register
 from parallel3d.config.paths import at_home, check_path
-from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
+from parallel3d.run_config import Config, conf_dir
 
 # Short forms of keys. They exist because `parallel3d data` has a key `tokenizer`, a dataclass
 # cannot have a field `async`, and the property `Config.num_microbatches` is derived from the batch.

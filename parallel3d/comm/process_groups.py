@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.blueprint.cluster import natural
 from parallel3d.blueprint.groups import two_levels
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import (
     DIMENSIONS,
     EXPERT_DIMENSIONS,
@@ -27,16 +28,16 @@ from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.group import SINGLE, Group, mesh_of_group, set_groups_of_mesh
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.config.nccl import parse_nccl_settings
-from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.private_names import backend_for, set_devices, set_timeout
+from parallel3d.run.keys import LaunchConfig
 
 if TYPE_CHECKING:
     from parallel3d.comm.operation_log import OperationLog
     from parallel3d.comm.step_timer import StepTimer
-    from parallel3d.config.schema import Config
     from parallel3d.private_names import Backend
+    from parallel3d.run_config import Config
 
 
 DEFAULTS = (False, ())  # result of `nccl_settings` for a kind of group without settings

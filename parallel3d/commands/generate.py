@@ -21,11 +21,11 @@ from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import checkpoints_of
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
-from parallel3d.config.schema import ModelConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, begun, check_tokens, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.experts.router import Router
 from parallel3d.models.decoding import Decoder, blank_stage
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.rotary import length_with_short_factors
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.segments import Chunk

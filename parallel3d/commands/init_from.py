@@ -25,7 +25,6 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, run_names
 from parallel3d.config.fields import all_keys, check_fields, spell
 from parallel3d.config.identity import ConfigChange, changes
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import (
     BYTE,
     FOLDER,
@@ -36,7 +35,9 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import plain
+from parallel3d.models.keys import ModelConfig
 from parallel3d.run.directory import CONFIG_FILE
+from parallel3d.run_config import Config
 
 if TYPE_CHECKING:
     from parallel3d.checkpoint.hf.folder import HFFolder

@@ -30,7 +30,6 @@ from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import check_fields, show
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import (
@@ -80,6 +79,8 @@ from parallel3d.estimate.search import (
 from parallel3d.experts.checks import check_expert_parallel
 from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.models.checks import check_model
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders

@@ -11,8 +11,8 @@ from parallel3d.cli.verbs import Verb, run_verb
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show
 from parallel3d.config.overrides import composed, left_open, presets
-from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import UserError, nearest_hint
+from parallel3d.run_config import Config, conf_dir
 from parallel3d.text import aligned, si
 
 RECIPES, INIT = "recipes", "init"

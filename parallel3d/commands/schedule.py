@@ -10,10 +10,10 @@ from typing import Any
 
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config, ScheduleConfig
 from parallel3d.config.values import Replicas
 from parallel3d.errors import UserError
 from parallel3d.loop.checks import check_batch
+from parallel3d.run_config import Config
 from parallel3d.schedules.check import check
 from parallel3d.schedules.checks import check_work
 from parallel3d.schedules.choose import (
@@ -25,6 +25,7 @@ from parallel3d.schedules.choose import (
     wanted,
 )
 from parallel3d.schedules.draw import render_svg, render_text
+from parallel3d.schedules.keys import ScheduleConfig
 from parallel3d.schedules.messages import peak_unread
 from parallel3d.schedules.schedule import ONE_CHUNK
 from parallel3d.schedules.table import write_table

@@ -17,12 +17,12 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.keys import BenchConfig
 from parallel3d.commands.bench.probe import preflight
 from parallel3d.commands.init_from import load_initial
-from parallel3d.config.schema import Config, TrainConfig
 from parallel3d.errors import TrainingFailure, print_line
 from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.loop.evaluation import evaluate_only
 from parallel3d.loop.hooks import Run, spent
+from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.notices import acts_on_weights, log_notices
 from parallel3d.loop.open_text import make_trainer, open_text
 from parallel3d.loop.recording import header_facts, open_recorder
@@ -35,6 +35,7 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.optim.checks import check_schedule_of_rate
 from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, status
 from parallel3d.run.launch import Worker
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 
 

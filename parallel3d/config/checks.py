@@ -18,12 +18,6 @@ from parallel3d.config.fields import (
     values_of,
     with_values,
 )
-from parallel3d.config.schema import (
-    CONFLICTS,
-    Config,
-    ProfileConfig,
-    ScheduleConfig,
-)
 from parallel3d.config.values import (
     Replicas,
     spelled,
@@ -39,15 +33,18 @@ from parallel3d.loop.checks import (
     check_batch_schedule,
     check_profile,
 )
+from parallel3d.loop.keys import ProfileConfig
 from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.optim.checks import check_learning_rate, check_treatment
 from parallel3d.run.checks import check_run_name
+from parallel3d.run_config import CONFLICTS, Config
 from parallel3d.schedules.checks import (
     LayerCounts,
     check_no_count,
     check_schedule,
     check_schedule_of_batches,
 )
+from parallel3d.schedules.keys import ScheduleConfig
 from parallel3d.tensor_parallel.checks import check_tensor_parallel
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
-from parallel3d.config.schema import Config, sections_of
 from parallel3d.config.values import RANKS, REPORTED, words_of
 from parallel3d.errors import UserError, nearest
+from parallel3d.run_config import Config, sections_of
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 

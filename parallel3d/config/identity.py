@@ -15,8 +15,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import all_keys, show, values_of
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import FREE, LAYOUT, REFUSED, REPORTED
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 
 class ConfigChange(NamedTuple):

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.config.schema import Config
 from parallel3d.config.values import BatchSizes
+from parallel3d.run_config import Config
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from parallel3d.config.fields import (
     with_values,
 )
 from parallel3d.config.identity import flat
-from parallel3d.config.schema import ALTERNATIVES, Config, conf_dir, register_schema, sections_of
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.config.words import (
     as_typed,
@@ -48,6 +47,7 @@ from parallel3d.config.words import (
 )
 from parallel3d.errors import UserError, nearest_hint, readable
 from parallel3d.private_names import HydraFiles, hydra_sources
+from parallel3d.run_config import ALTERNATIVES, Config, conf_dir, register_schema, sections_of
 
 VERSION = "1.3"  # Hydra's `version_base`: its defaults are those of this version
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from parallel3d.config.fields import check_conflicts
-from parallel3d.config.schema import (
-    ModelConfig,
-)
 from parallel3d.context_parallel.keys import CONFLICTS
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
 
 
 def check_context_parallel(

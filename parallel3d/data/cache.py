@@ -40,7 +40,7 @@ from parallel3d.files import (
 )
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import DataConfig
+    from parallel3d.data.keys import DataConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

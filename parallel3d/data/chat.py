@@ -58,7 +58,7 @@ from parallel3d.files import plain
 from parallel3d.text import count
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import DataConfig
+    from parallel3d.data.keys import DataConfig
 
 
 _log = logging.getLogger(__name__)

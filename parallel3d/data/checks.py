@@ -13,12 +13,10 @@ from parallel3d.config.fields import (
     show,
     spell,
 )
-from parallel3d.config.schema import (
-    DataConfig,
-    TrainConfig,
-)
 from parallel3d.config.values import number_of_tokens
+from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError, nearest
+from parallel3d.loop.keys import TrainConfig
 
 BYTE_VOCABULARY = 257  # 256 values of a byte, and the end-of-text token
 

@@ -83,8 +83,9 @@ from parallel3d.errors import UserError
 from parallel3d.text import count
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import DataConfig, ModelConfig
+    from parallel3d.data.keys import DataConfig
     from parallel3d.data.remote import BlockCache
+    from parallel3d.models.keys import ModelConfig
 
 
 _log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from parallel3d.experts.balance import Balance
 
 if TYPE_CHECKING:
     from parallel3d.comm.group import Group
-    from parallel3d.config.schema import TrainConfig
+    from parallel3d.loop.keys import TrainConfig
 
 
 class MicroBatch(NamedTuple):

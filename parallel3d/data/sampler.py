@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config.schema import DataConfig, ModelConfig
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokens import Tokens, WatchedFile
+from parallel3d.models.keys import ModelConfig
 
 _ROUNDS = 8
 

@@ -64,7 +64,7 @@ from parallel3d.errors import UserError
 
 # Omegaconf, which the configuration imports, loads slowly.
 if TYPE_CHECKING:
-    from parallel3d.config.schema import DataConfig
+    from parallel3d.data.keys import DataConfig
 
 _log = logging.getLogger(__name__)
 

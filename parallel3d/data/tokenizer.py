@@ -34,7 +34,7 @@ from parallel3d.files import (
 )
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import DataConfig
+    from parallel3d.data.keys import DataConfig
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from parallel3d.config.schema import (
-    DataParallelConfig,
-)
+from parallel3d.data_parallel.keys import DataParallelConfig
 from parallel3d.errors import UserError, closest
 
 

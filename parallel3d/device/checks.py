@@ -6,10 +6,7 @@ from parallel3d.config.fields import (
     check_at_most,
     check_conflicts,
 )
-from parallel3d.config.schema import (
-    PrecisionConfig,
-)
-from parallel3d.device.keys import NO_TF32
+from parallel3d.device.keys import NO_TF32, PrecisionConfig
 
 
 def check_precision(precision: PrecisionConfig) -> None:

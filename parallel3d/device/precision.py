@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from parallel3d.config.schema import PrecisionConfig
 from parallel3d.device import accelerator
+from parallel3d.device.keys import PrecisionConfig
 
 COMPUTE = {
     "fp64": torch.float64,

@@ -29,9 +29,9 @@ from parallel3d.blueprint.ops import (
     layer_ops,
 )
 from parallel3d.blueprint.sizes import STYLES, splits_heads
-from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.attention_traffic import exposed, sends
 from parallel3d.estimate.rank_layers import RankLayers
+from parallel3d.models.keys import ModelConfig
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, walk
 

@@ -31,7 +31,6 @@ from parallel3d.blueprint.parameters import TABLE, WORD_TABLE, trained_shares
 from parallel3d.blueprint.rank import LayersOfKind, PipelineRank, StageBlueprint
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config, ExpertsConfig, ModelConfig
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import EXPERTS, StepTime, hidden_seconds, sizes_of_model
@@ -44,7 +43,10 @@ from parallel3d.estimate.search import (
     ranked,
 )
 from parallel3d.estimate.traffic import OVERLAPPED, group_size, transfers
+from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.files import plain, read_bounded
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Action
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Costs, walk

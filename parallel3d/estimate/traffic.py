@@ -22,10 +22,11 @@ from parallel3d.blueprint.rank import (
     flat_shards,
     sharded_numel,
 )
-from parallel3d.config.schema import Config, full_shapes_of
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate.attention_traffic import Sent, halo_sends, halo_tokens, sends
 from parallel3d.estimate.search import planned
+from parallel3d.models.keys import full_shapes_of
+from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.config.schema import ExpertsConfig
 from parallel3d.device.accelerator import moved
+from parallel3d.experts.keys import ExpertsConfig
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, closest
+from parallel3d.models.keys import ModelConfig
 
 
 def check_experts(model: ModelConfig) -> None:

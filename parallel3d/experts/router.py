@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.config.schema import ModelConfig
 from parallel3d.device.matmul import matmul
 from parallel3d.device.wide import wide_linear
 from parallel3d.experts.balance import Balance, BalanceLosses, Tally
 from parallel3d.experts.choice import Choice, Routing, balanced_experts
+from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec

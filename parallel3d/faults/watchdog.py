@@ -21,10 +21,10 @@ import torch
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.store import get, get_all, put
-from parallel3d.config.schema import RecoveryConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import print_line
 from parallel3d.faults import hang
+from parallel3d.faults.keys import RecoveryConfig
 from parallel3d.files import no_link, replace_durably
 from parallel3d.host.processes import born, kill, of_this_job, why_silent
 from parallel3d.private_names import BACKWARD_FRAME

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.config.nccl import parse_nccl_env
-from parallel3d.config.schema import ClusterConfig
 from parallel3d.device.datasheets import BLACKWELL
 from parallel3d.errors import UserError
 from parallel3d.host.gpus import Found, Gpu, find, is_nvidia_build

@@ -20,7 +20,6 @@ from parallel3d.comm.exchange import check_agreement
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.store import get_all, put
 from parallel3d.config.fields import check_value
-from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import (
     accelerator_of_world,
     backend_of,
@@ -42,9 +41,11 @@ from parallel3d.host.devices import (
 )
 from parallel3d.host.gpus import find
 from parallel3d.run.failure import leave
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launcher_environment import RankAssignment, detect
 from parallel3d.run.rendezvous import from_rank_0, rendezvous, with_counted_ranks
 from parallel3d.run.worker import begin_on
+from parallel3d.run_config import Config
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
 GPU_KEY = "parallel3d/gpu"

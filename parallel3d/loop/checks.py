@@ -9,14 +9,12 @@ from typing import Any
 from parallel3d.config.fields import (
     show,
 )
-from parallel3d.config.schema import (
-    ProfileConfig,
-)
 from parallel3d.config.values import (
     Replicas,
     number_of_tokens,
 )
 from parallel3d.errors import UserError, closest, nearest_multiple
+from parallel3d.loop.keys import ProfileConfig
 
 LAST_STEP = 2**63 - 1  # with train.epochs, the last step is unknown until the data is open
 

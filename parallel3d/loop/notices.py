@@ -11,9 +11,10 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.parameters import fixed_states, parameter_count
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import all_keys, show, spell
-from parallel3d.config.schema import Config, ModelConfig, parameter_shapes_of, states_of
 from parallel3d.errors import print_line
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
+from parallel3d.models.keys import ModelConfig, parameter_shapes_of, states_of
+from parallel3d.run_config import Config
 from parallel3d.text import si
 
 

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from parallel3d.config.fields import (
     show,
 )
-from parallel3d.config.schema import (
-    LoggerConfig,
-)
 from parallel3d.errors import UserError, nearest_hint
+from parallel3d.metrics.keys import LoggerConfig
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 

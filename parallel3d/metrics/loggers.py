@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from parallel3d.config.identity import decisive
-from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.wandb_ledger import (
     HEADER_BYTES,
@@ -24,6 +23,7 @@ from parallel3d.metrics.wandb_ledger import (
     own_ids,
     replaced,
 )
+from parallel3d.run_config import Config
 
 if TYPE_CHECKING:
     from wandb import Run

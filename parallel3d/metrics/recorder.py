@@ -20,7 +20,6 @@ from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.ops import FLOPS_FORMULA, LESS_FROZEN, MFU_FORMULA
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, first_line
 from parallel3d.metrics import screen
 from parallel3d.metrics.jsonl import (
@@ -42,6 +41,7 @@ from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.starts import STARTS, Account, starts_of
+from parallel3d.run_config import Config
 from parallel3d.text import count
 
 

@@ -19,12 +19,14 @@ from rich.text import Text
 from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config, ModelConfig, TrainConfig
+from parallel3d.loop.keys import TrainConfig
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.starts import PARTS
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.text import aligned, count, duration, loss_words, percent, si, three_digits
 
 REFRESH_PER_SECOND = 4  # redraws per second; low, as they take time from the training process

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from yaml import YAMLError
 
 from parallel3d.config.identity import decisive
-from parallel3d.config.schema import Config
 from parallel3d.config.text import read_yaml
 from parallel3d.files import replace_durably
 from parallel3d.metrics.jsonl import append_line
+from parallel3d.run_config import Config
 
 ID_FILE = "wandb-id"
 LEDGER = "wandb.jsonl"

@@ -7,9 +7,6 @@ import math
 from parallel3d.config.fields import (
     show,
 )
-from parallel3d.config.schema import (
-    ModelConfig,
-)
 from parallel3d.errors import UserError, closest, nearest, nearest_multiple
 from parallel3d.models.dialect import (
     FULL,
@@ -22,6 +19,7 @@ from parallel3d.models.dialect import (
     YARN,
     Rope,
 )
+from parallel3d.models.keys import ModelConfig
 
 # Layer type without positions → the same type with positions.
 NOPE = {FULL_NOPE: FULL, SLIDING_NOPE: SLIDING}

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.dispatch import GATHER
 from parallel3d.comm.exchange import transfer
-from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
@@ -30,6 +29,7 @@ from parallel3d.models.attention import (
 )
 from parallel3d.models.embedding_and_head import Embedding
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.ops import split_heads
 from parallel3d.models.rotary import rows_read

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.documents import Documents
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.parameters.spec import WORD_EMBEDDING, ParameterSpec, ShardSpec
 from parallel3d.parameters.state import spec_of, state_of

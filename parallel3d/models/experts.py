@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.blueprint.dispatch import chosen_way
-from parallel3d.config.schema import ModelConfig
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice, Rows
 from parallel3d.experts.dispatch import counted, dispatched
 from parallel3d.experts.grouped import Activation, run_experts
 from parallel3d.experts.router import Router
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.mlp import MLP, activate
 from parallel3d.models.ops import weighed_backward, weighed_forward

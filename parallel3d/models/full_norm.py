@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.config.schema import ModelConfig
 from parallel3d.device.fused import fused, operator, register, registered
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, offset_of
 from parallel3d.models.ops import Heads, gain_of, heads_of, rms_norm
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec

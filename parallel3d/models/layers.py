@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.turns import Turns
-from parallel3d.config.schema import LossConfig, ModelConfig
 from parallel3d.config.values import AUTO
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
 from parallel3d.models.dropout import Dropout
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.ops import Heads, add_rms_norm, gain_of, heads_of, rms_norm
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.tensor_parallel.keys import LossConfig
 
 
 @dataclass(frozen=True)

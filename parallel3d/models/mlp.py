@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config.schema import ModelConfig
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.ops import geglu, swiglu
 from parallel3d.models.recompute import checkpoint_up_to_linear

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.dialect import LLAMA3, LONGROPE, YARN, Rope
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.ops import Rotary
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import StageBlueprint
-from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import Documents, whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
@@ -31,6 +30,7 @@ from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.full_norm import FullQKNorm
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std
 from parallel3d.models.mlp import MLP
 from parallel3d.models.ops import Rotary

@@ -11,15 +11,9 @@ from parallel3d.config.fields import (
     check_at_most,
     show,
 )
-from parallel3d.config.schema import (
-    MULTIPLIERS,
-    ModelConfig,
-    OptimConfig,
-    full_shapes_of,
-    parameter_shapes_of,
-    states_of,
-)
 from parallel3d.errors import UserError, nearest, nearest_hint
+from parallel3d.models.keys import ModelConfig, full_shapes_of, parameter_shapes_of, states_of
+from parallel3d.optim.keys import MULTIPLIERS, OptimConfig
 
 
 def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:

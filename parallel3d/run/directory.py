@@ -40,12 +40,13 @@ from parallel3d.config import identity
 from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED, Removed, show, spell
 from parallel3d.config.identity import flat
-from parallel3d.config.schema import OPTIONS, Config, DataConfig
 from parallel3d.config.text import read_yaml, with_text
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
 from parallel3d.metrics.starts import STARTS, starts_of
+from parallel3d.run_config import OPTIONS, Config
 
 # Each start of a run writes its configuration atomically and only once. The newest configuration is
 # the one in use.

@@ -28,7 +28,6 @@ from types import FrameType
 from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.checkpoint.manifest import list_checkpoints, reason, step_of
 from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import DeviceChoice, gpu_environment
 from parallel3d.host.memory import nothing_collected
@@ -47,6 +46,7 @@ from parallel3d.run.failure import (
 )
 from parallel3d.run.launch import STOPPING, blocked_signals, is_nohup, kept_handlers, within
 from parallel3d.run.worker import APPS, local_worker_main, run_alone
+from parallel3d.run_config import Config
 from parallel3d.topology.placed_ranks import rank_of_launch
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.blueprint.cluster import Cluster
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.store import (
     SECRET,
@@ -28,7 +29,6 @@ from parallel3d.comm.store import (
 )
 from parallel3d.config import identity
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import HostError, device_of_rank, gpu_of_rank, shared_gpu
 from parallel3d.host.gpus import boot_id
@@ -39,8 +39,10 @@ from parallel3d.run.directory import (
     make_run_directory,
     take_run,
 )
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker, ending_on_signals, until
 from parallel3d.run.launcher_environment import RankAssignment
+from parallel3d.run_config import Config
 from parallel3d.topology import placed_ranks
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.placed_ranks import Process

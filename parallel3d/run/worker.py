@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.nccl import parse_nccl_env
-from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
 from parallel3d.host.devices import SIMULATED, device_of_rank, gpu_environment
 from parallel3d.host.memory import (
@@ -39,6 +39,7 @@ from parallel3d.run.failure import (
     report_failure,
     report_hang,
 )
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker, blocked_signals, ending_on_signals, kept_handlers
 from parallel3d.run.launcher_environment import RankAssignment, detect
 from parallel3d.run.rendezvous import (
@@ -48,6 +49,7 @@ from parallel3d.run.rendezvous import (
     rendezvous,
     with_counted_ranks,
 )
+from parallel3d.run_config import Config
 
 if TYPE_CHECKING:
     import torch

@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 from parallel3d.config.fields import (
     show,
 )
-from parallel3d.config.schema import (
-    ScheduleConfig,
-)
 from parallel3d.config.values import (
     Replicas,
 )
 from parallel3d.errors import UserError
 from parallel3d.schedules.choose import check_search, wanted
+from parallel3d.schedules.keys import ScheduleConfig
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Collection
 
 from parallel3d.config.fields import check_conflicts
-from parallel3d.config.schema import (
-    ModelConfig,
-)
 from parallel3d.errors import UserError, closest, nearest_multiple
+from parallel3d.models.keys import ModelConfig
 from parallel3d.tensor_parallel.keys import NEEDS_SP
 
 PADDED = "the rows of the padded vocabulary"

@@ -17,8 +17,9 @@ import torch
 from omegaconf import OmegaConf
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config, conf_dir
 
 # a second step reads leftovers of the first, and a third reads leftovers of an equal layer
 STEPS = 3

@@ -20,7 +20,7 @@ from typing import Any
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config
+from parallel3d.run_config import Config
 from parallel3d.schedules.schedule import ONE_CHUNK, V_SHAPED
 from tests.distributed.cases import OPTIM, Case, Problem
 from tests.distributed.covering import Cover, Level, Levels, Rule

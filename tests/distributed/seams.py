@@ -116,7 +116,7 @@ PARAMETER = Seam("parameters.initializer:Initializer.parameter")
 ROUNDED_PIECES = Seam("parameters.rounding:pieces_of")
 COPY_GROUPS = Seam("parameters.copies:copy_groups")
 SEGMENT_BY_KIND = Seam("parameters.segments:Segment.by_kind")
-TREATMENT = Seam("config.schema:OptimConfig.treatment")
+TREATMENT = Seam("optim.keys:OptimConfig.treatment")
 
 # Frozen parameters
 FREEZE = Seam("build:freeze")

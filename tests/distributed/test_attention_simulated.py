@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.attention import causal_attention, choose_kernel
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import this_machine
 from tests.distributed.cases import Case, Problem

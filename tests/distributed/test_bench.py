@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
@@ -34,7 +35,7 @@ from parallel3d.commands.bench.measure import (
 )
 from parallel3d.commands.bench.probe import preflight, probe
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import ClusterConfig, LaunchConfig
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 from tests.pace import pace

@@ -11,7 +11,7 @@ from parallel3d.blueprint.ops import layer_kinds
 from parallel3d.commands.calibrate.measure import ModelPieces
 from parallel3d.commands.calibrate.pieces import Extent, Pieces
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import ModelConfig
+from parallel3d.models.keys import ModelConfig
 from tests.distributed.simulated import SimulatedPool, here
 
 pytestmark = pytest.mark.more

@@ -25,9 +25,9 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full, stored_shapes
 from parallel3d.commands.checkpoint.new_runs import branch, save_first
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.directory import load_config, save_config
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (

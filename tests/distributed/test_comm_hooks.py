@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.comm_hooks import InBf16
 from parallel3d.data_parallel.reducer import GradBucket
+from parallel3d.run.keys import LaunchConfig
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, relative, run_cases
 from tests.distributed.pool import Pool

@@ -20,12 +20,12 @@ from parallel3d.comm.collectives import all_reduce
 from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import LoggedOperation, OperationLog
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import make_documents
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.attention import attend_split
 from parallel3d.models.recompute import recomputed
+from parallel3d.run.keys import LaunchConfig
 from tests.distributed.pool import Pool
 from tests.unit.context_parallel.test_attention import PACKS, explicit, random_inputs
 from tests.unit.context_parallel.test_document_attention import square

@@ -19,10 +19,10 @@ from parallel3d import DistributedDataParallel
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel import ddp, transport
 from parallel3d.data_parallel.averager import GradientAverager
 from parallel3d.data_parallel.transport import SharedTransport
+from parallel3d.run.keys import LaunchConfig
 from tests.distributed.ddp_cases import (
     Case,
     Cnn,

@@ -22,9 +22,9 @@ from benchmarks.figures.ddp.measures import PARTS, Trial, priced_step
 from parallel3d.blueprint.cluster import Link
 from parallel3d.commands.bench.keys import BenchConfig
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
+from parallel3d.run_config import Config
 from tests.distributed.pool import Pool
 from tests.distributed.simulated import here
 

@@ -19,7 +19,8 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints, read_manifest
 from parallel3d.commands.init_from import load_initial
-from parallel3d.config.schema import ModelConfig, OptimConfig, Treatment
+from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.keys import OptimConfig, Treatment
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.spec import ShardSpec

@@ -16,8 +16,8 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import GLOO_ON, Interfaces, ProcessGroups
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.p2p import P2PRoute, post
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.schedules import orders
 from parallel3d.schedules.actions import Action, Kind
 from tests.distributed.pool import Pool

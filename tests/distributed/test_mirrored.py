@@ -10,10 +10,10 @@ import torch
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.commands.calibrate.measure import mirrored_group
-from parallel3d.config.schema import ModelConfig
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.parameters.initializer import Initializer
 from tests.distributed.harness import plain_groups

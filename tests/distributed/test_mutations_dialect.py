@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.document_attention import Block
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.embedding_and_head import Embedding
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.models.ops import Rotary
 from parallel3d.models.rotary import Positions

@@ -11,11 +11,14 @@ import torch.distributed as dist
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.commands.train import train
-from parallel3d.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
 from parallel3d.data.corpus import Corpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.loader import check_same_text
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
+from parallel3d.run_config import Config
 from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
 

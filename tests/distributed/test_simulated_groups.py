@@ -17,9 +17,9 @@ from parallel3d.checkpoint.storage import read_full
 from parallel3d.comm import exchange
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import KINDS
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.parameters import gather
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.simulated_device.device import this_machine
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import array, make_trainer, plain_groups

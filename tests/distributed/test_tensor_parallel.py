@@ -15,8 +15,9 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.tensor_parallel import mappings
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from parallel3d.trainer import Trainer

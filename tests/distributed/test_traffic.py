@@ -19,11 +19,12 @@ from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.estimate.traffic import transfers
+from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.state import spec_of
 from parallel3d.pipeline import executor
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels

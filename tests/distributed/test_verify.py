@@ -10,7 +10,7 @@ import pytest
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands import verify
-from parallel3d.config.schema import Config
+from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import plain_groups, source_of

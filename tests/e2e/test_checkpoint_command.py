@@ -19,8 +19,8 @@ from parallel3d.commands.checkpoint import new_runs
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.commands.checkpoint.compare import KINDS
 from parallel3d.commands.init_from import begun_from
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.run_config import Config
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 from tests.e2e.forked import run_forked
 from tests.e2e.here import answer

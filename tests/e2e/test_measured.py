@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.schema import ModelConfig
 from parallel3d.host.devices import device_name
 from parallel3d.host.quotas import available_cores
+from parallel3d.models.keys import ModelConfig
 from tests.e2e.command import TINY, Shell
 from tests.e2e.forked import Forked
 from tests.e2e.here import answer

@@ -29,7 +29,7 @@ PLAYED = (
 NORM = """
 import torch
 from types import SimpleNamespace
-from parallel3d.config.schema import ModelConfig
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import Norm
 from parallel3d.parameters.initializer import Initializer
 from tests.reference.model import make_norm

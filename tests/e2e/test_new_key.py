@@ -35,13 +35,15 @@ NEW_ROW = """    Conflict(
 """
 ASKED = """
 import json
-from parallel3d.config import fields, identity, schema
+from parallel3d import run_config
 from parallel3d.cli import help_text
+from parallel3d.config import identity
+from parallel3d.data_parallel.keys import DataParallelConfig
 
-there = schema.Config(ddp=schema.DataParallelConfig(send_every=2))
-found = identity.changes({"ddp": {"send_every": 2}}, schema.Config())
+there = run_config.Config(ddp=DataParallelConfig(send_every=2))
+found = identity.changes({"ddp": {"send_every": 2}}, run_config.Config())
 words = help_text._next_words(["train"], ["train"], {})
-rows = [row for row in schema.CONFLICTS if "ddp.send_every" in row.settings]
+rows = [row for row in run_config.CONFLICTS if "ddp.send_every" in row.settings]
 print(json.dumps({
     "resume": [(change.key, change.kind) for change in found],
     "completion": "ddp.send_every=" in words,

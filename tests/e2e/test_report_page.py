@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.commands.report.command import MARK
 from parallel3d.commands.report.page import COLUMNS, Point, page_of, read_run, thinned
-from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TrainConfig
+from parallel3d.loop.keys import TrainConfig
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.starts import STARTS
+from parallel3d.models.keys import ModelConfig
 from parallel3d.run.directory import make_run_directory, next_name, save_config
+from parallel3d.run_config import Config
 from parallel3d.topology.assumptions import preset
 from tests.e2e.command import Shell
 from tests.e2e.here import answer

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from parallel3d.config.schema import Config
+from parallel3d.run_config import Config
 from tests.e2e.ready import run_code
 
 SCRIPT = """

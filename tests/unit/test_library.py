@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import parallel3d
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.run_config import Config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")

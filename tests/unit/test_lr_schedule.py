@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from parallel3d.config.schema import OptimConfig
+from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import learning_rate
 
 

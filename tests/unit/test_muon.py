@@ -18,9 +18,10 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.dryrun.counting import Zeros
 from parallel3d.commands.plan import plan
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import OptimConfig, full_shapes_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
+from parallel3d.models.keys import full_shapes_of
+from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.muon import Muon, newton_schulz
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan, Segment

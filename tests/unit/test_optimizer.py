@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from parallel3d.comm.group import SINGLE
-from parallel3d.config.schema import ModelConfig, OptimConfig
 from parallel3d.data_parallel import engine
 from parallel3d.data_parallel.engine import build_buckets
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import optimizer as optimizer_module
+from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import Optimizer, norm_share, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.segments import ParameterSpan, Segment
@@ -73,7 +74,7 @@ def test_a_fully_frozen_stage_keeps_its_bits_and_has_no_norm(name: str) -> None:
 def test_an_eager_trainer_does_not_import_the_compiler() -> None:
     program = (
         "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
-        "from parallel3d.config.schema import OptimConfig;"
+        "from parallel3d.optim.keys import OptimConfig;"
         "from parallel3d.comm.group import SINGLE;"
         "Optimizer(OptimConfig(), []);"
         "sys.exit('torch._dynamo' in sys.modules)"

@@ -28,9 +28,9 @@ import parallel3d
 from parallel3d import private_names as names
 from parallel3d import versions
 from parallel3d.config import overrides
-from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError
 from parallel3d.private_names import NAMES, OVERRIDDEN, SINCE, find
+from parallel3d.run_config import conf_dir
 
 ROOT = Path(parallel3d.__file__).parent
 AT_HOME = ROOT / "private_names.py"

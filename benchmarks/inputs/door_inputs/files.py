@@ -29,9 +29,9 @@ import zstandard
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
 from parallel3d.commands.evaluate.rows import read_rows
-from parallel3d.config.schema import DataConfig
 from parallel3d.data.corpus import Corpus, open_corpus, sets_of
 from parallel3d.data.inputs import BAD, Count, cut, documents, find_inputs, judge
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.preprocess import train_tokenizer
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
 from parallel3d.config.identity import decisive
 from parallel3d.config.length import Length, clock_of
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.metrics.wandb_ledger import Ledger, Row, UnknownRows, begin, read_rows
 from parallel3d.optim.optimizer import learning_rate
+from parallel3d.run_config import Config
 
 LR, MIN_LR = 1e-3, 1e-5
 SEQUENCES = (1, 7, 64, 128, 4096)

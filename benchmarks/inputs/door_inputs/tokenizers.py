@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.indexed import IndexedWriter
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.loader import checked
 from parallel3d.data.sampler import Sample
 from parallel3d.data.tokenizer import (
@@ -28,6 +28,8 @@ from parallel3d.data.tokenizer import (
     keep_tokenizer,
     open_tokenizer,
 )
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 USUAL = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 OTHERS = ("<s>", "<pad>", "[UNK]", "<unk>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<bos>")

@@ -27,10 +27,10 @@ from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
 from parallel3d.cli.verbs import Verb, parse
 from parallel3d.config.fields import Key, all_keys, check_value
 from parallel3d.config.overrides import check_overrides, config_of
-from parallel3d.config.schema import Config
 from parallel3d.config.text import read_yaml
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import load_config, save_config
+from parallel3d.run_config import Config
 
 TEXT = [key for key in all_keys().values() if key.kind is str and not key.meta["choices"]]
 LISTS = [key for key in all_keys().values() if key.item is str]

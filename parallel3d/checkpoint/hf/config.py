@@ -35,8 +35,8 @@ from parallel3d.checkpoint.hf.layers import read_layers, wanted_layers, written_
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.checkpoint.hf.rope import POSITIONS, read_rope, wanted_rope, written_rope
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, nearest_hint
+from parallel3d.models.keys import ModelConfig
 
 # Each row holds our key, the key of all families but GPT-2, and the key of GPT-2.
 _KEYS = (

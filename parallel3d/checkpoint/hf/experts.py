@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.checkpoint.hf.families import ExpertNames, Family
 from parallel3d.checkpoint.hf.read_keys import Keys
-from parallel3d.config.schema import ModelConfig
+from parallel3d.models.keys import ModelConfig
 
 CHOSEN, NORMALIZES = "num_experts_per_tok", "norm_topk_prob"
 LISTED, STEP = "mlp_only_layers", "decoder_sparse_step"

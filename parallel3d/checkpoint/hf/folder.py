@@ -54,12 +54,13 @@ from parallel3d.checkpoint.hf.wrappers import (
     whole_config,
 )
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import CONFIG, GENERATION, read_json
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.experts.checks import check_experts
 from parallel3d.files import new_folder, open_regular, plain
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.text import count
 
 WEIGHTS = "model.safetensors"

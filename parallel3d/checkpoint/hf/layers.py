@@ -10,9 +10,9 @@ from typing import Any
 
 from parallel3d.checkpoint.hf.families import Family
 from parallel3d.checkpoint.hf.read_keys import Keys
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.dialect import FULL, FULL_NOPE, SLIDING, SLIDING_NOPE
+from parallel3d.models.keys import ModelConfig
 from parallel3d.text import count
 
 THEIR_FULL, THEIR_SLIDING = "full_attention", "sliding_attention"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
 from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
-from parallel3d.config.schema import ModelConfig, full_shapes_of, states_of
+from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of
 
 HEAD = "lm_head.weight"
 ROUTER = "mlp.router"

@@ -12,9 +12,9 @@ from typing import Any
 from parallel3d.checkpoint.hf.families import Family
 from parallel3d.checkpoint.hf.layers import THEIR_FULL, THEIR_SLIDING
 from parallel3d.checkpoint.hf.read_keys import Keys
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.dialect import LINEAR, LLAMA3, LONGROPE, YARN
+from parallel3d.models.keys import ModelConfig
 
 THETA, KIND, OLD_KIND = "rope_theta", "rope_type", "type"
 POSITIONS = "max_position_embeddings"

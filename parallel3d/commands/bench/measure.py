@@ -20,16 +20,17 @@ from torch import Tensor
 
 from parallel3d.blueprint.cluster import Link, LinkClass, cluster_from_config
 from parallel3d.blueprint.collectives import bus_factor
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import GLOO_ON, ProcessGroups
-from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, post
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment

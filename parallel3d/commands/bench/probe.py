@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DIMENSIONS, Layout
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
@@ -39,10 +40,10 @@ from parallel3d.commands.bench.measure import (
     sites,
     timed_calls,
 )
-from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
 from parallel3d.metrics.jsonl import write_json
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
 from parallel3d.text import shortened
 

@@ -49,7 +49,6 @@ from parallel3d.commands.calibrate.pieces import (
     whole_extent,
 )
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import ModelConfig
 from parallel3d.config.values import parts_of
 from parallel3d.data.loader import MicroBatch
 from parallel3d.device import accelerator
@@ -72,6 +71,7 @@ from parallel3d.files import replace_durably
 from parallel3d.host.devices import device_name
 from parallel3d.host.quotas import available_cores, memory_in_all
 from parallel3d.metrics.provenance import version_of
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.parallelize import data_parallel_engine
 from parallel3d.models.transformer import Stage

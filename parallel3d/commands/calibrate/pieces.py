@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from parallel3d.blueprint.ops import LayerKind, layer_kinds
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import ModelConfig
 from parallel3d.config.values import PARTS
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import GIB
+from parallel3d.models.keys import ModelConfig
 
 BLOCKS = 4  # number of blocks in a stage: enough that their weights do not fit into a cache
 # Micro-batch sizes to measure. Sizes above 2 are skipped if they exceed the global batch size.

@@ -12,8 +12,8 @@ from pathlib import Path
 from parallel3d.checkpoint.manifest import KINDS
 from parallel3d.cli.verbs import Verb, run_verb, whole_number
 from parallel3d.config.fields import show
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
+from parallel3d.run_config import Config
 
 CHECKPOINT = "checkpoint"
 RUNS_DIR = "runs_dir"

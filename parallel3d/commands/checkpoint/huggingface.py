@@ -37,7 +37,7 @@ from parallel3d.commands.init_from import Source, keeping_biases, model_from, mo
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
-from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of, states_of
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,
@@ -56,9 +56,11 @@ from parallel3d.data.tokenizer import (
 from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import new_folder, read_bounded, write_durably
+from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER
+from parallel3d.run_config import Config
 from parallel3d.versions import newer
 
 BYTES = "its tokens are bytes, and token 256 ends texts"

@@ -21,10 +21,10 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import plain
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, TEMPORARY, typed_config
+from parallel3d.run_config import Config
 from parallel3d.text import aligned, duration, si
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")

@@ -46,16 +46,18 @@ from parallel3d.commands.checkpoint.listing import (
     read_with_config,
     title,
 )
-from parallel3d.config.schema import Config, DataConfig, states_of
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.device.precision import LossScale, master_dtype
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import METRICS, rows_of
 from parallel3d.metrics.provenance import versions
+from parallel3d.models.keys import states_of
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, check_run, filled_directory
+from parallel3d.run_config import Config
 
 USUAL_SHARE = 0.1  # length of the proposed cooldown as a fraction of the steps so far
 AT_ONCE = 1 << 25  # maximum number of elements of full tensors in memory at a time

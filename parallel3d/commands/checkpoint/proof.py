@@ -21,12 +21,12 @@ from torch import Tensor
 
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.group import SINGLE
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.host.quotas import available_memory
 from parallel3d.models.decoding import Blank
 from parallel3d.models.dialect import LONGROPE
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import Positions, frequencies
 from parallel3d.models.transformer import Stage

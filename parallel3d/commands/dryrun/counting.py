@@ -29,12 +29,12 @@ from torch.utils.flop_counter import flop_registry
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.in_flight import states_of
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.device.datasheets import DEVICES
@@ -42,6 +42,7 @@ from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.parameters.state import state_of
+from parallel3d.run_config import Config
 from parallel3d.schedules.messages import SENDS
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import TYPE

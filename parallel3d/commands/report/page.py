@@ -25,7 +25,6 @@ from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.commands.checkpoint.listing import find_run
 from parallel3d.config.fields import show, values_of
-from parallel3d.config.schema import Config
 from parallel3d.html import bar_key, colour, html_table, section, stacked_bar, whole_page
 from parallel3d.metrics.jsonl import COUNTS, rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
@@ -39,6 +38,7 @@ from parallel3d.run.directory import (
     read_config,
     read_json,
 )
+from parallel3d.run_config import Config
 from parallel3d.text import duration, si
 
 COLUMNS = 1000  # maximum number of points of a curve on the page

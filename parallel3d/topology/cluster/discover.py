@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from parallel3d.blueprint.cluster import Cluster, cluster_from_config, cluster_of
-from parallel3d.config.schema import ClusterConfig
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.device.datasheets import find_device
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.slurm import Run, shortened, slurm_cluster

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.blueprint.cluster import Cluster, cluster_of
-from parallel3d.config.schema import ClusterConfig
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.assumptions import read_given
 

@@ -30,8 +30,8 @@ from benchmarks.gpu import tasks as gpu_tasks
 from benchmarks.gpu.tasks import Task
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
-from parallel3d.config.schema import conf_dir
 from parallel3d.device import accelerator
+from parallel3d.run_config import conf_dir
 from tests.pace import PATIENCE
 
 pytestmark = pytest.mark.more

@@ -16,7 +16,9 @@ from parallel3d.blueprint.parameters import (
     trained_shares,
 )
 from parallel3d.blueprint.rank import PipelineRank, buckets_of
-from parallel3d.config.schema import Config, ModelConfig, OptimConfig, full_shapes_of
+from parallel3d.models.keys import ModelConfig, full_shapes_of
+from parallel3d.optim.keys import OptimConfig
+from parallel3d.run_config import Config
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61}
 GPT: dict[str, Any] = {}

@@ -15,8 +15,10 @@ import pytest
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.stages import balance_chunks, balance_layers, checked_split
-from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
+from parallel3d.schedules.keys import ScheduleConfig
 from parallel3d.schedules.orders import StageAssignment
 from tests.pace import in_cpu_time
 

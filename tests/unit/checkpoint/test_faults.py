@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from parallel3d.checkpoint import manifest, saver
 from parallel3d.checkpoint.checkpoints import names_of_all
+from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     FileDigest,
@@ -36,7 +37,6 @@ from parallel3d.checkpoint.saver import (
     remove_leftovers,
 )
 from parallel3d.comm import store as job_store
-from parallel3d.config.schema import CheckpointConfig
 from parallel3d.errors import TrainingFailure, UserError
 from tests.unit.checkpoint.test_files import (
     ELEMENTS,

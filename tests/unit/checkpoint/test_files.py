@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from parallel3d.checkpoint import saver as saver_module
+from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     DamagedCheckpoint,
@@ -45,7 +46,6 @@ from parallel3d.checkpoint.storage import (
     verify_checkpoint,
     write_state,
 )
-from parallel3d.config.schema import CheckpointConfig
 
 KINDS = ("parameter", "exp_avg")
 DATA = {"fingerprint": "f", "train_tokens": 9}

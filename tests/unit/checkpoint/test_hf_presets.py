@@ -11,7 +11,8 @@ from parallel3d.checkpoint.hf.config import from_hf
 from parallel3d.commands.init_from import model_from
 from parallel3d.commands.recipes import recipe
 from parallel3d.config.overrides import presets
-from parallel3d.config.schema import ModelConfig, conf_dir
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import conf_dir
 
 PUBLISHED = {
     "llama3_1_8b": {

@@ -14,8 +14,8 @@ import pytest
 
 from parallel3d.commands.checkpoint import huggingface, proof
 from parallel3d.commands.checkpoint.command import checkpoint
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
 from tests.huggingface import (
     DIALECTS,
     EXPERTS,

@@ -20,7 +20,7 @@ from parallel3d.checkpoint.hf.names import is_of_text
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.commands.checkpoint.huggingface import keep_keys
 from parallel3d.commands.init_from import find_source
-from parallel3d.config.schema import DataConfig
+from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
 from parallel3d.run.directory import KEPT_FOLDER
 from tests.huggingface import DIALECTS, SIZES

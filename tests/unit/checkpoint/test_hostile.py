@@ -32,9 +32,9 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
 )
 from parallel3d.commands.checkpoint.command import checkpoint
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import parse_json, plain
+from parallel3d.models.keys import ModelConfig
 from tests.pace import in_cpu_time
 from tests.unit.checkpoint.test_files import load, make
 
@@ -328,7 +328,7 @@ def test_export_touches_no_folder_of_the_users_and_flushes(
     monkeypatch.setattr(os, "fsync", noted)
 
     def read(names: Any) -> dict[str, torch.Tensor]:
-        from parallel3d.config.schema import full_shapes_of
+        from parallel3d.models.keys import full_shapes_of
 
         return {n: torch.zeros(full_shapes_of(model)[n]) for n in names}
 

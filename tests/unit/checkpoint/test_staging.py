@@ -15,10 +15,12 @@ from torch import Tensor
 
 from parallel3d.checkpoint import saver as staging
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.saver import Saver, Staging
 from parallel3d.checkpoint.storage import Chunk, TensorChunks
-from parallel3d.config.schema import CheckpointConfig, Config, TrainConfig
 from parallel3d.device import accelerator
+from parallel3d.loop.keys import TrainConfig
+from parallel3d.run_config import Config
 
 GPU = torch.device("cuda:3")
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.process_groups import (
@@ -25,8 +26,9 @@ from parallel3d.comm.process_groups import (
 )
 from parallel3d.config.checks import check_config
 from parallel3d.config.nccl import parse_nccl_env, parse_nccl_settings
-from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError
+from parallel3d.run.keys import LaunchConfig
+from parallel3d.run_config import Config
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 NAMES = ("lo", "eth0", "nvl0", "rail10", "rail2", "rail1", "rail0")

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from parallel3d.comm import store as job_store
 from parallel3d.comm.store import SECRET, behind_secret, get, listen_at, put
-from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.run import rendezvous
+from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.local_workers import _rank_environment, listen_here
 from parallel3d.run.rendezvous import RankZerosError, assign_rank, tell_rank_0
+from parallel3d.run_config import Config
 from tests.ports import free_port
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")

@@ -44,9 +44,9 @@ from parallel3d.commands.bench.probe import (
 )
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import ring_time
+from parallel3d.models.keys import ModelConfig
 
 # --- the plan --------------------------------------------------------------------------------
 

@@ -26,10 +26,10 @@ from parallel3d.commands.calibrate.pieces import (
     tensor_sizes,
 )
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate import profiled_cost
 from parallel3d.experts.grouped import run_experts
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import Stage
 from parallel3d.run.launch import Worker
 

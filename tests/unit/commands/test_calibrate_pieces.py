@@ -19,8 +19,8 @@ from parallel3d.commands.calibrate.pieces import (
     fitting_on_all,
 )
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
 
 DENSE = ModelConfig(num_layers=6, hidden_size=128, num_attention_heads=4, seq_length=256)
 # Four kinds of layers; the experts have most of the parameters.

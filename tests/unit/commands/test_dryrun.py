@@ -23,10 +23,11 @@ from parallel3d.cli.command_line import main
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.dryrun.counting import Zeros
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.schedules.messages import SENDS
 from parallel3d.trainer import Trainer
 from tests.e2e.ready import run_code
@@ -79,8 +80,12 @@ CASES: dict[str, dict[str, Any]] = {
 SCRIPT = """
 import json, sys
 from omegaconf import OmegaConf
-from parallel3d.config.schema import ClusterConfig, Config, DataConfig, DataParallelConfig
-from parallel3d.config.schema import ExpertsConfig, ModelConfig, conf_dir
+from parallel3d.blueprint.keys import ClusterConfig
+from parallel3d.data.keys import DataConfig
+from parallel3d.data_parallel.keys import DataParallelConfig
+from parallel3d.experts.keys import ExpertsConfig
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config, conf_dir
 from unittest.mock import patch
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.models.layers import Norm

@@ -29,10 +29,11 @@ from parallel3d.commands.evaluate.rows import (
     take_rows,
 )
 from parallel3d.commands.from_run import EVAL, config_from_run
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.models.decoding import blank_stage
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.unit.data.test_validation import TEXT, byte_level
 
 BAD = (

@@ -14,10 +14,11 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import GENERATE, config_from_run, take_prompt
 from parallel3d.commands.generate import TokenSampler, check_length
 from parallel3d.commands.options import GenerateConfig
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.decoding import Decoder, blank_stage
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import Stage
+from parallel3d.run_config import Config
 
 pytestmark = pytest.mark.nightly
 

@@ -15,10 +15,10 @@ import pytest
 from parallel3d.commands import plan
 from parallel3d.commands.plan import BOUND, DRY_RUN, Plan, confirmed, searched
 from parallel3d.config.overrides import compose
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import nearly_fullest, peak_memory
 from parallel3d.estimate.search import LayoutChoice
+from parallel3d.run_config import Config
 from tests.e2e.ready import run_code
 
 pytestmark = pytest.mark.nightly

@@ -17,9 +17,10 @@ import pytest
 
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.pace import in_time
 
 

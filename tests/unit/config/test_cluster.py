@@ -12,10 +12,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from parallel3d.blueprint.cluster import Cluster, Link, LinkClass, cluster_from_config
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import presets
-from parallel3d.config.schema import ClusterConfig, conf_dir, register_schema
 from parallel3d.errors import UserError
+from parallel3d.run_config import conf_dir, register_schema
 
 DISCOVERED = ("slurm", "local")
 
@@ -184,7 +185,7 @@ def test_rails_and_domains_by_local_index():
 
 def test_a_cluster_is_made_without_torch():
     code = (
-        "import sys; from parallel3d.config.schema import ClusterConfig;"
+        "import sys; from parallel3d.blueprint.keys import ClusterConfig;"
         "from parallel3d.blueprint.cluster import cluster_from_config as make;"
         "assert make(ClusterConfig(nodes=125000)).size == 1_000_000;"
         "assert 'torch' not in sys.modules"

@@ -11,8 +11,8 @@ import pytest
 from parallel3d.config.checks import check_config
 from parallel3d.config.conflicts import Conflict, Is, Other, exclusive
 from parallel3d.config.fields import all_keys, check_conflicts, check_value, spell, with_values
-from parallel3d.config.schema import CONFLICTS, Config
 from parallel3d.errors import UserError
+from parallel3d.run_config import CONFLICTS, Config
 
 ROWS = [pytest.param(row, id=" × ".join(row.settings)) for row in CONFLICTS]
 

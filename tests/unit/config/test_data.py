@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.run_config import Config
 
 
 def config(**changes: Any) -> Config:

@@ -8,7 +8,11 @@ import json
 import pytest
 
 from parallel3d.config.identity import ConfigChange, changes, of_all_ranks, refusal
-from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
+from parallel3d.data.keys import DataConfig
+from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.keys import OptimConfig
+from parallel3d.run_config import Config
+from parallel3d.schedules.keys import ScheduleConfig
 
 
 def there(config: Config) -> dict:

@@ -8,9 +8,10 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from parallel3d.config import schema
+from parallel3d import run_config
 from parallel3d.config.fields import all_keys
-from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_schema
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config, conf_dir, register_schema
 
 
 def test_derived_sizes_of_a_model_with_everything_left_out() -> None:
@@ -80,7 +81,7 @@ def test_the_packages_own_conf_folder_wins_over_the_checkouts(
     package = tmp_path / "parallel3d"
     package.mkdir()
     (tmp_path / "conf").mkdir()
-    monkeypatch.setattr(schema, "__file__", str(package / "config" / "schema.py"))
+    monkeypatch.setattr(run_config, "__file__", str(package / "run_config.py"))
     assert conf_dir() == tmp_path / "conf"
     (package / "conf").mkdir()
     assert conf_dir() == package / "conf"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config.schema import CONFLICTS
+from parallel3d.run_config import CONFLICTS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "what_goes_with_what.md"
 made = runpy.run_path(str(PAGE.with_name("compatibility.py")))

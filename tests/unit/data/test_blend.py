@@ -18,11 +18,13 @@ import pytest
 from benchmarks.data.blends import oracle
 from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.blend import Blended, WeightPeriod
 from parallel3d.data.corpus import Blend, check_data, open_corpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.sampler import Sampler
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.corpora import pair
 from tests.sources import sources_of
 

@@ -12,9 +12,9 @@ import pytest
 import transformers
 from transformers.utils import chat_template_utils
 
-from parallel3d.config.schema import DataConfig
 from parallel3d.data.chat import ChatTemplate, Reader, Refused, find_chat, with_date
 from parallel3d.data.corpus import check_data
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.unit.data.test_chat import TALKS, home, row

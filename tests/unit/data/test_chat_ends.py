@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import transformers
 
-from parallel3d.config.schema import DataConfig
 from parallel3d.data.chat import ChatTemplate, Reader, Refused
 from parallel3d.data.corpus import open_corpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FileTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import END, folder, trained

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from parallel3d import files
-from parallel3d.config.schema import DataConfig
 from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.inputs import find_inputs
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.sources import find_documents
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config.schema import DataConfig, ModelConfig
 from parallel3d.data.corpus import check_data, open_corpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import check_tokens, check_vocabulary, open_tokenizer
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
 from tests.tokenizers import END, folder, trained
 from tests.unit.data.test_chat import ROWS, TALKS, row
 

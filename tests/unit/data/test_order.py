@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import open_corpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.loader import Batches
 from parallel3d.data.sampler import SampleSource
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.corpora import pair
 from tests.sources import sources_of
 from tests.unit.data.test_chat import ROWS, samples

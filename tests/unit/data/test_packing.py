@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
 from parallel3d.data.sampler import Sample
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.corpora import heard, pair
 from tests.sources import sources_of
 

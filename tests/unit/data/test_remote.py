@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data import remote
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.remote import BlockCache, BlockFile
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.corpora import pair
 from tests.sources import sources_of
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.config.schema import DataConfig
 from parallel3d.data import remote
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.inputs import find_inputs
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.remote import BlockCache, BlockFile
 from parallel3d.data.tokens import compare, marks_of
 from parallel3d.errors import UserError

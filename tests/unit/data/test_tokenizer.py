@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.config.schema import DataConfig
 from parallel3d.data.corpus import check_data, open_corpus
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import (
     ByteTokenizer,
     keep_tokenizer,
@@ -258,7 +258,7 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
 def test_checking_a_byte_tokenizer_imports_no_tokenizer_package() -> None:
     code = (
         "import sys; from parallel3d.cli.command_line import check_data;"
-        "from parallel3d.config.schema import DataConfig; check_data(DataConfig(), 16);"
+        "from parallel3d.data.keys import DataConfig; check_data(DataConfig(), 16);"
         "heavy = 'torch tokenizers huggingface_hub fsspec zstandard pyarrow jinja2'.split();"
         "print([name for name in heavy if name in sys.modules])"
     )

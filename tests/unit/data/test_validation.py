@@ -14,13 +14,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from parallel3d.config.checks import check_config
 from parallel3d.config.identity import changes
-from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from parallel3d.data.corpus import check_sets, open_corpus, open_sets, sets_of
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.sampler import FirstSamples
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
+from parallel3d.loop.keys import TrainConfig
 from parallel3d.metrics.jsonl import Score, finite
 from parallel3d.metrics.loggers import figures_of
+from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.keys import OptimConfig
+from parallel3d.run_config import Config
 from tests.corpora import pair
 from tests.sources import part_of, sources_of
 from tests.unit.config.test_identity import refused

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.group import SINGLE
-from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents
 from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
 from parallel3d.models.dropout import Dropout, attend_dropping
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.initializer import Initializer

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from parallel3d.config.schema import PrecisionConfig
 from parallel3d.device import accelerator
+from parallel3d.device.keys import PrecisionConfig
 from parallel3d.device.precision import LossScale, compute_dtype, set_determinism
 
 

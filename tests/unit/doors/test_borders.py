@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.chat import SPOKEN, TOKEN
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.foreign import look_at_turns
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter
 from parallel3d.data.inputs import find_inputs
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.loader import Batches, checked
 from parallel3d.data.preprocess import PreprocessJob, tokenize
 from parallel3d.data.sampler import Sample, Sampler
 from parallel3d.data.tokenizer import FileTokenizer, Roles, open_tokenizer
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.sources import part_of
 from tests.tokenizers import END, trained
 from tests.unit.doors.test_tokenizer import LLAMA_ROW, QWEN, content, made

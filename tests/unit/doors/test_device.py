@@ -18,7 +18,6 @@ from parallel3d.cli.subcommands import SUBCOMMANDS
 from parallel3d.commands import best_layout, from_run
 from parallel3d.commands.calibrate.command import calibrate_config
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host import gpus
 from parallel3d.host.devices import (
@@ -32,6 +31,7 @@ from parallel3d.host.devices import (
 from parallel3d.host.gpus import Answer, Gpu
 from parallel3d.library import init
 from parallel3d.run.launch import RankAssignment
+from parallel3d.run_config import Config
 from tests.tools.played_gpus import Card, Driver, Host, cards, played
 
 NVIDIA0 = ("dev/nvidia0",)

@@ -28,7 +28,6 @@ import zstandard
 from benchmarks.inputs.door_inputs.files import asked, texts_in, tokenized
 from parallel3d.commands.data import _run
 from parallel3d.commands.evaluate.rows import read_rows
-from parallel3d.config.schema import DataConfig
 from parallel3d.data import formats
 from parallel3d.data.chat import _rows
 from parallel3d.data.corpus import Corpus, open_corpus, sets_of
@@ -36,6 +35,7 @@ from parallel3d.data.folders import sort_out, split_of
 from parallel3d.data.formats import Form, file_name
 from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.inputs import Count, cut, documents, find_inputs, take_inputs
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.preprocess import PreprocessJob, tokenize, train_tokenizer
 from parallel3d.data.sampler import Sampler
 from parallel3d.data.sources import take_documents

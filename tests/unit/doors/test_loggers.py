@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 
 from parallel3d.config.identity import decisive
-from parallel3d.config.schema import Config, LoggerConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics import wandb_ledger
 from parallel3d.metrics.checks import check_loggers
+from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.metrics.loggers import resolve_mode, sync_command
 from parallel3d.metrics.wandb_ledger import (
     Ledger,
@@ -29,6 +29,7 @@ from parallel3d.metrics.wandb_ledger import (
     read_rows,
     sessions_of,
 )
+from parallel3d.run_config import Config
 
 AGENT = {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": "agent-1"}
 SHELL = {"WANDB_RUN_ID": "mine"}

@@ -17,7 +17,6 @@ from parallel3d.cli.continued import Given, continued
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
 from parallel3d.config.length import Length, clock_of
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.optim.optimizer import learning_rate
 from parallel3d.run.directory import (
@@ -27,6 +26,7 @@ from parallel3d.run.directory import (
     make_run_directory,
     save_config,
 )
+from parallel3d.run_config import Config
 
 SEQUENCE = 64
 WINDOWS = 7000  # number of samples of an epoch

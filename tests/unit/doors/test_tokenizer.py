@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from parallel3d.commands.evaluate.rows import encode_pair
-from parallel3d.config.schema import DataConfig
 from parallel3d.data.chat_template import ChatTemplate
+from parallel3d.data.keys import DataConfig
 from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,

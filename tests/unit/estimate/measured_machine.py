@@ -8,7 +8,6 @@ from itertools import product
 from math import prod
 
 from parallel3d.blueprint.ops import layer_flops, layer_kinds
-from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.profiled_cost import (
     NUMBERS,
     CalibrationSource,
@@ -16,6 +15,7 @@ from parallel3d.estimate.profiled_cost import (
     Table,
     tables_of,
 )
+from parallel3d.models.keys import ModelConfig
 
 AXIS = (16.0, 256.0, 4096.0)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "all_to_all")

@@ -11,10 +11,10 @@ import pytest
 from parallel3d.commands import plan
 from parallel3d.commands.plan import progress
 from parallel3d.config.overrides import compose
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate import memory
 from parallel3d.estimate.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
+from parallel3d.run_config import Config
 
 
 def planned(*words: str) -> Config:

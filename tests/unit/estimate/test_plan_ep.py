@@ -16,7 +16,6 @@ from parallel3d.commands.best_layout import take_layout
 from parallel3d.commands.plan import ROWS, Plan, searched, typed_keys
 from parallel3d.config.checks import check_config
 from parallel3d.config.overrides import compose
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import load_own, step
 from parallel3d.estimate.memory import bounded, load_that_fits, memories, memory_of, peak_memory
@@ -34,6 +33,7 @@ from parallel3d.estimate.search import (
     works,
 )
 from parallel3d.run.launcher_environment import RankAssignment
+from parallel3d.run_config import Config
 
 pytestmark = pytest.mark.nightly
 

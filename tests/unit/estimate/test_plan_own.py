@@ -15,9 +15,9 @@ from benchmarks.planner.launches import launches
 from benchmarks.planner.longest import WAYS, row
 from benchmarks.planner.plan_dryrun import NAMES, configured, off, sample
 from parallel3d import versions
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import PipelineRank
-from parallel3d.config.schema import ClusterConfig
 from parallel3d.estimate.fitted_cost import load, load_own, step
 from parallel3d.estimate.memory import layers_of, peak_memory, peak_stage
 from parallel3d.estimate.search import card_of, layouts, planned, sizes_of, works

@@ -10,9 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.planner.published_memory import memory
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.sizes import STYLES
-from parallel3d.config.schema import ClusterConfig, Config, ContextParallelConfig, ModelConfig
 from parallel3d.context_parallel.checks import check_context_parallel
+from parallel3d.context_parallel.keys import ContextParallelConfig
 from parallel3d.estimate.fitted_cost import ROW_FIELDS, StepWork, context_parallel, load, step
 from parallel3d.estimate.search import (
     TIGHT,
@@ -28,6 +29,8 @@ from parallel3d.estimate.search import (
     with_style,
     works,
 )
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.topology.assumptions import preset
 from tests.unit.estimate.plan_work import work
 

@@ -10,8 +10,9 @@ import pytest
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.parameters import parameter_count, stage_parameters
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.traffic import group_size, transfers
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 
 def llama_70b(layout: Layout, sp: bool = False, slices: bool | None = False) -> Config:

@@ -11,9 +11,10 @@ from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import PipelineRank
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 MICROBATCHES = 6
 # The rank of each stage, in the order of the model.

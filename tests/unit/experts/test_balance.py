@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.config.schema import ExpertsConfig
 from parallel3d.experts.balance import Balance, BalanceLosses, BalanceOfRun, Tally
+from parallel3d.experts.keys import ExpertsConfig
 from tests.distributed.seams import TALLY, UPDATED_BIAS, Mutation, planted
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from parallel3d.config.schema import ExpertsConfig
 from parallel3d.experts.balance import BalanceOfRun, Tally
+from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.metrics.loggers import figures_of
 
 

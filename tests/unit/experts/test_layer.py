@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from parallel3d.blueprint.dispatch import chosen_way, share_sent
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.schema import ModelConfig
 from parallel3d.config.values import parts_of
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec

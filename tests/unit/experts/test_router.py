@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.config.schema import ExpertsConfig, ModelConfig
 from parallel3d.experts.balance import Balance, BalanceOfRun
 from parallel3d.experts.choice import Choice, Routing, balanced_experts
+from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.experts.router import Router, RouterSettings
+from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
 from tests.distributed.seams import CHOICE_WEIGHTS, RANKED, SCORES, Mutation, planted

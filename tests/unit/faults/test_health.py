@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.device.precision import LossScale
 from parallel3d.errors import TrainingFailure
 from parallel3d.faults.health import Health, bit_sum
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
 
 

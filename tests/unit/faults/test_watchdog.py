@@ -20,14 +20,15 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import train
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config, TrainConfig
 from parallel3d.faults import watchdog as stacks
 from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
 from parallel3d.loop import evaluation, run_steps
 from parallel3d.loop.data_check import DataCheck
 from parallel3d.loop.hooks import Run
+from parallel3d.loop.keys import TrainConfig
 from parallel3d.run import failure
 from parallel3d.run.launch import Worker, within
+from parallel3d.run_config import Config
 from tests.e2e.ready import ROOT, ReadyPopen
 from tests.pace import PATIENCE
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.config.schema import ClusterConfig, Config
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.host import devices as gpu_environment
+from parallel3d.run_config import Config
 
 OLD_NCCL = "TORCH_DIST_USE_NCCL2"  # 0 selects the class of groups of torch before 2.15
 

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from parallel3d.commands.checkpoint.huggingface import _configuration
-from parallel3d.config.schema import Config, ExpertsConfig, LossConfig, ModelConfig, OptimConfig
+from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.loop.notices import acts_on_weights
+from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.keys import OptimConfig
+from parallel3d.run_config import Config
+from parallel3d.tensor_parallel.keys import LossConfig
 
 DENSE = ModelConfig(num_layers=2)
 MIXTURE = replace(

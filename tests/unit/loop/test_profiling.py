@@ -19,11 +19,12 @@ from torch.profiler import profile, record_function
 
 from parallel3d.comm.collectives import observed
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.schema import Config, ProfileConfig
 from parallel3d.device import accelerator
 from parallel3d.loop import profiling
+from parallel3d.loop.keys import ProfileConfig
 from parallel3d.loop.profiling import StepProfiler, layers_shown, longest
 from parallel3d.run.launch import Worker
+from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
 from tests.unit.models.test_recompute import NOTHING, hidden, middle_stage
 

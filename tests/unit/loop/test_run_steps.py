@@ -10,13 +10,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from parallel3d.config.schema import CheckpointConfig, Config, TrainConfig
+from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.loop import data_check
 from parallel3d.loop.checkpointing import Checkpointing
 from parallel3d.loop.data_check import DataCheck
 from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.run_steps import run_steps
 from parallel3d.run.launch import Worker
+from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
 
 

@@ -10,7 +10,8 @@ import yaml
 
 from parallel3d.blueprint.ops import flops_per_token, layer_costs
 from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
-from parallel3d.config.schema import ModelConfig, conf_dir
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import conf_dir
 
 
 def preset(name: str) -> ModelConfig:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.starts import Goodput, goodput, starts_of
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 
 class Time:

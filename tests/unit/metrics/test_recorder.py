@@ -18,12 +18,13 @@ from rich.text import Text
 
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.step_timer import KINDS
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import STEP, rows_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import make_console
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.pace import PATIENCE, in_time
 from tests.tools.failing_files import FailingFiles, Fault
 

@@ -14,12 +14,14 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 
 from parallel3d.cli.hydra_run import without_alias
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.checks import check_loggers
+from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 
 def session(

@@ -16,12 +16,14 @@ import pytest
 import wandb
 
 from parallel3d.config.identity import decisive
-from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import rows_of
+from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.metrics.loggers import resolve_mode, sync_command
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_ledger import begin, kept_id
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.e2e.ready import run_code
 from tests.wandb_records import wandb_records
 from tests.wandb_server import WandbServer
@@ -270,9 +272,11 @@ SESSIONS = """
 import os, sys, time
 from pathlib import Path
 import torch, wandb
-from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
+from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 def session(run_dir, first, last, how):
     config = Config()

@@ -15,7 +15,6 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.verify import variants
-from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import in_other_precision
 from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed
 from parallel3d.device import accelerator
@@ -24,9 +23,11 @@ from parallel3d.loop import notices
 from parallel3d.models import attention
 from parallel3d.models.attention import avoids_cudnn, causal_attention, choose_kernel
 from parallel3d.models.decoding import Decoder
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.run_config import Config
 from tests.operators import Operators
 from tests.unit.commands.test_generate import LLAMA, decoder_of
 from tests.unit.context_parallel.test_document_attention import documents

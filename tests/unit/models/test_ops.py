@@ -13,10 +13,10 @@ from torch.autograd import gradcheck
 from torch.func import functional_call
 
 from parallel3d.comm.group import SINGLE
-from parallel3d.config.schema import ModelConfig
 from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.full_norm import FullQKNorm
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.ops import add_rms_norm, gain_of, geglu, rms_norm, split_heads, swiglu
 from parallel3d.parameters.initializer import Initializer

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.comm.group import SINGLE
-from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.config.values import parts_of
 from parallel3d.models import ops, transformer
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
+from parallel3d.run_config import conf_dir
 from parallel3d.tensor_parallel import linear_ops
 from tests.kernels import no_kernels
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.documents import Documents, make_documents, whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.dialect import Rope
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.rotary import (
     frequencies,
     length_with_short_factors,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel3d.config.schema import OptimConfig
+from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.rounding import AT_ONCE, pieces_of, store_rounded
 from parallel3d.parameters.segments import ParameterSpan, Segment

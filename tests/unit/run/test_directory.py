@@ -15,12 +15,15 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from parallel3d import files
+from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.commands.checkpoint.listing import run_names
 from parallel3d.config.checks import check_plain
-from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
+from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
+from parallel3d.metrics.keys import LoggerConfig
+from parallel3d.models.keys import ModelConfig
 from parallel3d.run import directory as run_directory
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import (
@@ -35,6 +38,7 @@ from parallel3d.run.failure import from_exception, report_failure
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.rendezvous import RUN_KEY, agree_on_run, seen_key
+from parallel3d.run_config import Config
 
 # The state of a trainer after four steps, as a manifest stores it.
 PROGRESS = {

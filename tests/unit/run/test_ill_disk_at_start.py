@@ -16,7 +16,6 @@ from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
 from parallel3d.commands.from_run import checkpoints_of
 from parallel3d.commands.options import GenerateConfig
-from parallel3d.config.schema import Config
 from parallel3d.data.sources import Document, blocks_of
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
@@ -26,6 +25,7 @@ from parallel3d.run.directory import check_run, discard_unused, make_run_directo
 from parallel3d.run.failure import place_in
 from parallel3d.run.launch import or_end
 from parallel3d.run.local_workers import Restarts
+from parallel3d.run_config import Config
 from tests.tools.failing_files import LOST, FailingFiles, Fault
 from tests.unit.run.test_restarts import KILLED
 

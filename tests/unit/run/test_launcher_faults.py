@@ -14,8 +14,8 @@ import pytest
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
 from parallel3d.checkpoint.saver import Lease
-from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.corpus import check_data
+from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
 from parallel3d.run.directory import (
     PLACEMENT_FILE,
@@ -26,6 +26,7 @@ from parallel3d.run.directory import (
 )
 from parallel3d.run.failure import RankFailure
 from parallel3d.run.local_workers import Restarts, _cause
+from parallel3d.run_config import Config
 from tests.tools.failing_files import FailingFiles, Fault
 
 KILLED = RankFailure(0, "pp 0, dp 0, tp 0", "here", "", "was killed by SIGKILL", 0.0, "killed")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d.config.schema import TrainConfig
+from parallel3d.loop.keys import TrainConfig
 from parallel3d.run.failure import has_steps
 from parallel3d.run.launch import StopSignals, kept_handlers
 from parallel3d.run.local_workers import LocalRanks, Stopped

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from parallel3d.blueprint.cluster import Cluster
-from parallel3d.config.schema import ClusterConfig, Config
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.errors import UserError
+from parallel3d.run_config import Config
 from parallel3d.topology.cluster.discover import (
     GPUS,
     GpuMatrix,

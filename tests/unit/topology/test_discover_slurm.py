@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parallel3d.blueprint.cluster import Cluster
-from parallel3d.config.schema import ClusterConfig
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.slurm import (

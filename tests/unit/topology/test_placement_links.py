@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from parallel3d.blueprint.cluster import LinkClass, cluster_from_config
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
-from parallel3d.config.schema import ClusterConfig
 from parallel3d.topology.links import CLASSIFIED, classify, routes
 from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_classes

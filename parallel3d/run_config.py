@@ -17,10 +17,7 @@ from parallel3d.blueprint.keys import CONFLICTS as BLUEPRINT
 from parallel3d.blueprint.keys import ClusterConfig, LayoutKeys, PlacementKeys
 from parallel3d.checkpoint.keys import CONFLICTS as CHECKPOINT
 from parallel3d.checkpoint.keys import CheckpointConfig, StartKeys
-from parallel3d.config.values import (
-    BatchSizes,
-    padded_length,
-)
+from parallel3d.config.values import BatchSizes, padded_length
 from parallel3d.context_parallel.keys import CONFLICTS as CONTEXT_PARALLEL
 from parallel3d.context_parallel.keys import ContextParallelConfig
 from parallel3d.data.keys import DataConfig
@@ -35,53 +32,14 @@ from parallel3d.loop.keys import CONFLICTS as LOOP
 from parallel3d.loop.keys import DEFAULT_STEPS, LENGTHS, ProfileConfig, StepKeys, TrainConfig
 from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.models.keys import CONFLICTS as MODELS
-from parallel3d.models.keys import (
-    AttentionKeys,
-    LayerKeys,
-    ModelConfig,
-    full_shapes_of,
-    parameter_shapes_of,
-    states_of,
-)
+from parallel3d.models.keys import AttentionKeys, LayerKeys, ModelConfig
 from parallel3d.optim.keys import CONFLICTS as OPTIM
-from parallel3d.optim.keys import MULTIPLIERS, WARM_UPS, OptimConfig, Treatment
+from parallel3d.optim.keys import WARM_UPS, OptimConfig
 from parallel3d.run.keys import LaunchConfig, RunKeys
 from parallel3d.schedules.keys import CONFLICTS as SCHEDULES
 from parallel3d.schedules.keys import ScheduleConfig
 from parallel3d.tensor_parallel.keys import CONFLICTS as TENSOR_PARALLEL
 from parallel3d.tensor_parallel.keys import LossConfig, TensorParallelConfig
-
-__all__ = [
-    "ALTERNATIVES",
-    "CONFLICTS",
-    "MULTIPLIERS",
-    "OPTIONS",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "ContextParallelConfig",
-    "DataConfig",
-    "DataParallelConfig",
-    "ExpertsConfig",
-    "LaunchConfig",
-    "LoggerConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PrecisionConfig",
-    "ProfileConfig",
-    "RecoveryConfig",
-    "ScheduleConfig",
-    "TensorParallelConfig",
-    "TrainConfig",
-    "Treatment",
-    "conf_dir",
-    "full_shapes_of",
-    "parameter_shapes_of",
-    "register_schema",
-    "sections_of",
-    "states_of",
-]
 
 
 # A dataclass takes the fields of its last base first, so the bases are listed in reverse.
@@ -244,6 +202,6 @@ def register_schema(schema: type[Config] = Config) -> None:
 
 def conf_dir() -> Path:
     """Returns the folder `conf`, which is in the package, or next to it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
