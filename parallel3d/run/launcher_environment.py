@@ -106,21 +106,6 @@ MPI = (
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     Numbered(
-        "jsrun",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        ("JSM_NAMESPACE_LOCAL_RANK",),
-        ("JSM_NAMESPACE_LOCAL_SIZE",),
-        ("PMIX_NAMESPACE",),
-    ),
-    Numbered(
-        "MVAPICH's mpirun",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Numbered(
         "mpiexec",  # the launcher of MPICH, Intel MPI and PALS
         "PMI_RANK",
         "PMI_SIZE",
@@ -136,13 +121,6 @@ MPI = (
         (),
         ("FLUX_JOB_ID",),
         "FLUX_JOB_NNODES",
-    ),
-    Numbered(
-        "horovodrun",
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        ("HOROVOD_LOCAL_RANK",),
-        ("HOROVOD_LOCAL_SIZE",),
     ),
 )
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -388,8 +366,8 @@ def _numbered(given: Mapping[str, str], row: Numbered) -> Claim | None:
     return Claim(words, "mpi", rank, size, local_rank, local_size, start)
 
 
-# Variables with the rank, set by launchers that may not give the number of ranks.
-RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "MPIRUN_RANK")
+# Variables with the rank, set by launchers that give no number of ranks, or have no row.
+RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "PMI_ID", "MPIRUN_RANK", "HOROVOD_RANK")
 
 
 def _ranks_alone(given: Mapping[str, str]) -> list[Claim]:
@@ -532,8 +510,9 @@ def _assigned(
     local_rank = _first(c.local_rank for c in claims)
     if rank is None or size is None:
         raise UserError(
-            f"the launcher that set {' and '.join(c.words for c in claims)} does not say how many "
-            f"ranks there are: start with srun or torchrun, or export {', '.join(TORCH)}"
+            f"no known variable says how many ranks the launcher that set "
+            f"{' and '.join(c.words for c in claims)} has started: start with srun or torchrun, or "
+            f"export {', '.join(TORCH)}"
         )
     local_size = _first(c.local_size for c in claims)
     if local_rank is None:
@@ -747,10 +726,7 @@ HOSTS = (
     ("BEAKER_REPLICA_COUNT", "BEAKER_REPLICA_RANK"),
     ("LEPTON_JOB_TOTAL_WORKERS", "LEPTON_JOB_WORKER_INDEX"),
     ("MLP_WORKER_NUM", "MLP_ROLE_INDEX"),  # Volcengine's
-    ("MA_NUM_HOSTS", "VC_TASK_INDEX"),  # ModelArts'
-    ("NGC_ARRAY_SIZE", "NGC_ARRAY_INDEX"),
     ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
-    ("_CONDOR_NPROCS", "_CONDOR_PROCNO"),
     ("PBS_NUM_NODES", "PBS_JOBID"),
     ("FLUX_JOB_NNODES", "FLUX_JOB_ID"),
     ("NHOSTS", "PE_HOSTFILE"),
@@ -766,7 +742,7 @@ HOST_LISTS = (
 )
 # Variables that name a file whose lines begin with a host.
 HOST_FILES = (
-    *("PBS_NODEFILE", "OAR_NODEFILE", "COBALT_NODEFILE", "LSB_DJOB_HOSTFILE"),
+    *("PBS_NODEFILE", "OAR_NODEFILE", "LSB_DJOB_HOSTFILE"),
     "BATCH_HOSTS_FILE",  # Google's
 )
 

@@ -147,7 +147,6 @@ LAUNCHERS: dict[str, Callable[[Start], Env]] = {
         srun(start) | {"PMI_RANK": str(start.rank), "PMI_SIZE": str(start.size)}
     ),
     "mpirun": _mpi("OMPI_COMM_WORLD"),
-    "jsrun": _mpi("JSM_NAMESPACE"),
     "mpiexec": mpich,
     "deepspeed": lambda start: torch(start) | {"LOCAL_SIZE": str(start.here[start.host])},
 }

@@ -379,18 +379,17 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "PALS": (PALS | env("MASTER_ADDR=x1000"), (5, 8, 1, 4, "x1000", None)),
     "PALS without an address": (PALS, "export MASTER_ADDR"),
-    "jsrun": (JSRUN | env("MASTER_ADDR=c01"), (6, 12, 0, 6, "c01", None)),
+    "jsrun, by Open MPI's variables": (JSRUN | env("MASTER_ADDR=c01"), (6, 12, 0, 6, "c01", None)),
     "flux": (FLUX, (1, 4, 1, 4, "127.0.0.1", None)),
-    "horovodrun": (
-        env("HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2")
-        | env("MASTER_PORT=29500"),
-        (1, 2, 1, 2, "127.0.0.1", 29500),
+    "horovodrun, without a row": (
+        env("HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"),
+        "the launcher that set HOROVOD_RANK=1 has started: start with srun or torchrun",
     ),
-    "PMIx alone": (env("PMIX_RANK=3 PMIX_NAMESPACE=x"), "the launcher that set PMIX_RANK=3 does"),
+    "PMIx alone": (env("PMIX_RANK=3 PMIX_NAMESPACE=x"), "the launcher that set PMIX_RANK=3 has"),
     "PMI_RANK alone": (env("PMI_RANK=3"), "but PMI_SIZE is not"),
     "PALS without PMI": (
         env("PALS_RANKID=1 PALS_APID=x"),
-        "the launcher that set PALS_RANKID=1 does not say how many ranks",
+        "no known variable says how many ranks the launcher that set PALS_RANKID=1 has started",
     ),
     "PALS, the image's WORLD_SIZE=1": (
         env("RANK=0 WORLD_SIZE=1 PALS_RANKID=1 PALS_APID=x"),
@@ -402,7 +401,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "mpirun_rsh of MVAPICH": (
         env("MPIRUN_RANK=1 MPIRUN_NPROCS=4"),
-        "the launcher that set MPIRUN_RANK=1 does",
+        "the launcher that set MPIRUN_RANK=1 has",
     ),
     "MPIJob without mpirun": (env("K_MPI_JOB_ROLE=launcher"), "put mpirun before the command"),
     "Vertex AI": (
@@ -434,7 +433,6 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         env("VC_TASK_INDEX=0 VC_WORKER_NUM=2 RANK=1 WORLD_SIZE=3 MASTER_ADDR=m MASTER_PORT=23456"),
         "count hosts (Kubeflow, DLC)",
     ),
-    "ModelArts": (env("MA_NUM_HOSTS=2 VC_TASK_INDEX=0"), "MA_NUM_HOSTS means 2 hosts"),
     "a LeaderWorkerSet": (env("LWS_GROUP_SIZE=4 LWS_WORKER_INDEX=0"), "LWS_GROUP_SIZE means 4"),
     "AWS Batch": (
         env("AWS_BATCH_JOB_NUM_NODES=4 AWS_BATCH_JOB_NODE_INDEX=0"),
@@ -445,8 +443,6 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "Beaker": (env("BEAKER_REPLICA_COUNT=2 BEAKER_REPLICA_RANK=0"), "means 2 hosts"),
     "Lepton": (env("LEPTON_JOB_TOTAL_WORKERS=2 LEPTON_JOB_WORKER_INDEX=0"), "means 2 hosts"),
     "Volcengine": (env("MLP_WORKER_NUM=2 MLP_ROLE_INDEX=0"), "MLP_WORKER_NUM means 2 hosts"),
-    "Base Command": (env("NGC_ARRAY_SIZE=2 NGC_ARRAY_INDEX=1"), "NGC_ARRAY_SIZE means 2 hosts"),
-    "HTCondor": (env("_CONDOR_NPROCS=4 _CONDOR_PROCNO=2"), "_CONDOR_NPROCS means 4 hosts"),
     "a script's range of hosts": (env("NNODES=1:4 NODE_RANK=0"), "NNODES means 4 hosts"),
     "a script's number that is none": (
         env("NNODES=two NODE_RANK=0"),
