@@ -12,12 +12,12 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.comm.turns import Turns
+from parallel3d.data_parallel.build import ShardedLayer, data_parallel_engine
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.experts import MixtureOfExperts
-from parallel3d.models.parallelize import data_parallel_engine
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
 from parallel3d.optim.muon import Muon, MuonByKind
 from parallel3d.optim.optimizer import Optimizer, trained_spans
@@ -81,7 +81,9 @@ def build(
     freeze(stages, blueprint.frozen)
     # The engine, which sums gradients over dp, also creates the parameters.
     tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
-    engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups)
+    engine = data_parallel_engine(
+        blueprint.data, stages, sharded_layers(stages), initializer, dtype, groups
+    )
     if turns is not None and isinstance(engine, BucketedDataParallel):
         engine.before_reduction = turns.join
     for stage in stages:
@@ -94,6 +96,19 @@ def build(
     )
     balance = expert_balance(blueprint, stages, groups)
     return RankParts(stages, next(iter(tied), None), engine, optimizer, executor, balance)
+
+
+def sharded_layers(stages: Sequence[Stage]) -> list[ShardedLayer]:
+    """Returns the blocks of all stages, which FSDP2 shards one by one."""
+    return [
+        ShardedLayer(
+            block,
+            block.mlp.experts if isinstance(block.mlp, MixtureOfExperts) else None,
+            index >= stage.without_backward,
+        )
+        for stage in stages
+        for index, block in enumerate(stage.blocks.values())
+    ]
 
 
 def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:

@@ -182,7 +182,7 @@ MATRICES_OF_TP = Seam("optim.muon:Muon.gather_over_tp")
 ORTHOGONAL = Seam("optim.muon:newton_schulz")
 
 # Gradients, summed over the ranks
-ENGINE = Seam("models.parallelize:data_parallel_engine")
+ENGINE = Seam("data_parallel.build:data_parallel_engine")
 START_STEP = Seam(
     "data_parallel.engine:BucketedDataParallel.start_step",
     "data_parallel.fully_sharded:FullyShardedDataParallel.start_step",

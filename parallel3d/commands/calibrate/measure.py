@@ -31,6 +31,7 @@ from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import layer_kinds
+from parallel3d.build import sharded_layers
 from parallel3d.comm import collectives as collective
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
@@ -51,6 +52,7 @@ from parallel3d.commands.calibrate.pieces import (
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.values import parts_of
 from parallel3d.data.loader import MicroBatch
+from parallel3d.data_parallel.build import data_parallel_engine
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.errors import print_line
@@ -73,7 +75,6 @@ from parallel3d.host.quotas import available_cores, memory_in_all
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
-from parallel3d.models.parallelize import data_parallel_engine
 from parallel3d.models.transformer import Stage
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.initializer import Initializer
@@ -282,7 +283,7 @@ class ModelPieces:
             made.append(Stage(model, layers, False, False, context))
         made.append(Stage(model, range(0), False, True, usual, made[0], True))
         self.engine = data_parallel_engine(
-            DataParallelSettings.of(config), made, initializer, dtype, groups
+            DataParallelSettings.of(config), made, sharded_layers(made), initializer, dtype, groups
         )
         self.optimizer = Optimizer(config.optim, self.engine.segments)
         self.elements = sum(p.numel() for p in self.engine.parameters.values())

@@ -1,8 +1,9 @@
-"""Applies a run's data parallelism to the stages of a transformer."""
+"""Builds the data-parallel engine of a rank's stages from the settings of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,6 @@ from parallel3d.blueprint.blueprint import DataParallelSettings
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
-from parallel3d.models.experts import MixtureOfExperts
-from parallel3d.models.transformer import Stage
 from parallel3d.parameters.copies import GroupsOf, copy_groups
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
@@ -24,9 +23,25 @@ if TYPE_CHECKING:
     from parallel3d.data_parallel.interface import DataParallel
 
 
+@dataclass(frozen=True)
+class ShardedLayer:
+    """A layer that FSDP2 gathers and frees as a whole.
+
+    Attributes:
+        module: the layer.
+        experts: the part of it that only the ranks of `edp` hold alike, or None.
+        has_backward: whether a parameter in or before the layer is trained.
+    """
+
+    module: nn.Module
+    experts: nn.Module | None = None
+    has_backward: bool = True
+
+
 def data_parallel_engine(
     settings: DataParallelSettings,
-    stages: Sequence[Stage],
+    stages: Sequence[nn.Module],
+    layers: Sequence[ShardedLayer],
     initializer: Initializer,
     dtype: torch.dtype,
     groups: ProcessGroups,
@@ -34,6 +49,7 @@ def data_parallel_engine(
     """Creates the data-parallel engine of a rank's stages, whose parameters are fp32 or better.
 
     Args:
+        layers: the layers of all stages that FSDP2 shards one by one.
         initializer: draws the initial values. If it is `deferred`, each rank draws only the values
             that it keeps.
         dtype: the compute dtype.
@@ -53,13 +69,12 @@ def data_parallel_engine(
         whole = ShardGroups(groups.dp_cp)
         if groups.dp_inner.size > 1:
             whole = ShardGroups(groups.dp_inner, groups.dp_outer)
-        blocks = [block for stage in stages for block in stage.blocks.values()]
         experts = ShardGroups(groups.edp)
         return FullyShardedDataParallel(
             stages,
             [
-                *((b.mlp.experts, experts) for b in blocks if isinstance(b.mlp, MixtureOfExperts)),
-                *((block, whole) for block in blocks),
+                *((layer.experts, experts) for layer in layers if layer.experts is not None),
+                *((layer.module, whole) for layer in layers),
             ],
             whole,
             groups_of,
@@ -68,7 +83,13 @@ def data_parallel_engine(
             settings.zero,
             settings.every_microbatch,
             groups.mesh_of,
-            _without_backward(stages),
+            {
+                module
+                for layer in layers
+                if not layer.has_backward
+                for module in (layer.module, layer.experts)
+                if module is not None
+            },
         )
     return BucketedDataParallel(
         parameters_of_chunks(stages),
@@ -82,21 +103,14 @@ def data_parallel_engine(
     )
 
 
-def _without_backward(stages: Sequence[Stage]) -> set[nn.Module]:
-    """Returns layers that have no trainable parameters in or before them, and their experts."""
-    blocks = [b for stage in stages for b in [*stage.blocks.values()][: stage.without_backward]]
-    experts = {b.mlp.experts for b in blocks if isinstance(b.mlp, MixtureOfExperts)}
-    return {*blocks, *experts}
-
-
-def _has_copies(stages: Sequence[Stage], groups_of: GroupsOf) -> bool:
+def _has_copies(stages: Sequence[nn.Module], groups_of: GroupsOf) -> bool:
     # This is a function so that no reference to a parameter survives, which would keep FSDP2 from
     # freeing the parameters that it shards.
     specs = (spec_of(p) for stage in stages for p in stage.parameters())
     return any(groups_of(spec).data.size > 1 for spec in specs)
 
 
-def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
+def parameters_of_chunks(stages: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
     """Returns the parameters of each stage by name.
 
     A parameter that several stages share is listed only in the first of them.
