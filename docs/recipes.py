@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.commands.dryrun import find_facts
 from parallel3d.commands.recipes import GROUP, recipe
 from parallel3d.config.overrides import presets
 from parallel3d.run_config import Config

@@ -25,7 +25,7 @@ from benchmarks.planner.experts_draws import Keys, configured, draws, shown
 from benchmarks.planner.experts_runs import Ran, Sent, measured, numbers_of_rows
 from benchmarks.planner.launches import launches
 from parallel3d.blueprint.layout import layout_of
-from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.commands.dryrun import find_facts
 from parallel3d.commands.options import CommandConfig
 from parallel3d.estimate.traffic import group_size, transfers
 from tests.distributed.pool import Pool

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.dryrun.counting import (
+from parallel3d.data.sampler import Sample
+from parallel3d.dryrun.counting import (
     COLLECTIVES,
     COMMUNICATION,
     PARTS,
@@ -26,7 +27,6 @@ from parallel3d.commands.dryrun.counting import (
     gpu_of,
     names_of,
 )
-from parallel3d.data.sampler import Sample
 from parallel3d.estimate.search import with_style
 from parallel3d.experts import choice
 from parallel3d.models.experts import MixtureOfExperts

@@ -25,10 +25,10 @@ from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.sizes import STYLES
-from parallel3d.commands.dryrun.command import find_facts
-from parallel3d.commands.dryrun.keys import DryrunConfig
+from parallel3d.commands.dryrun import find_facts
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
+from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import host_memory, peak_memory
 from parallel3d.estimate.traffic import group_size, transfers

@@ -16,7 +16,7 @@ import time
 import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.dryrun.counting import Zeros
+from parallel3d.dryrun.counting import Zeros
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer

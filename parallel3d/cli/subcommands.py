@@ -82,7 +82,7 @@ SUBCOMMANDS = {
         Subcommand("topology", alone="parallel3d.commands.topology", needs_torch=False),
         Subcommand("schedule", alone="parallel3d.commands.schedule", needs_torch=False),
         Subcommand("plan", alone="parallel3d.commands.plan", needs_torch=False),
-        Subcommand("dryrun", alone="parallel3d.commands.dryrun.command"),
+        Subcommand("dryrun", alone="parallel3d.commands.dryrun"),
     )
 }
 

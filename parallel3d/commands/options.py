@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from parallel3d.commands.bench.keys import BenchConfig
 from parallel3d.commands.calibrate.keys import CalibrateConfig
-from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.config.values import FREE, key
+from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.run_config import Config
 from parallel3d.topology.keys import TopologyConfig
 

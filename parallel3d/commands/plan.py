@@ -27,10 +27,10 @@ from parallel3d.blueprint.parameters import (
     trained_shares,
 )
 from parallel3d.blueprint.stages import StageWeights
-from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import check_fields, show
 from parallel3d.context_parallel.checks import check_context_parallel
+from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import (
     OWN_RATES,
@@ -672,7 +672,7 @@ def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
     The call enables the simulated device in this process. Raises UserError for a layout that a run
     would refuse.
     """
-    from parallel3d.commands.dryrun.command import find_memory  # imports torch
+    from parallel3d.commands.dryrun import find_memory  # imports torch
 
     config, sizes = configure(found.config, choice), found.sizes
     cluster = replace(

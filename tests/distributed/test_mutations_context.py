@@ -121,8 +121,8 @@ def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
 @planted(ENGINE)
 def gradients_over_dp_alone(sound: Any, *given: Any) -> Any:
     """The ranks of a cp group only use the gradients, and ZeRO's shards, of their own tokens."""
-    *before, groups, observer = given
-    return sound(*before, replace(groups, dp_cp=groups.dp), observer)
+    *before, groups = given
+    return sound(*before, replace(groups, dp_cp=groups.dp))
 
 
 @planted(GLOBAL_TOKENS)

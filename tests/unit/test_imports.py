@@ -55,7 +55,7 @@ def test_an_import_upwards_or_of_torch_is_found_anywhere(copy: Path) -> None:
     plant(copy, "data/tokens.py", "\nif TYPE_CHECKING:\n    import parallel3d.run.worker\n")
     plant(copy, "config/fields.py", "\nfrom parallel3d.comm import exchange\n")
     plant(copy, "files.py", "\ndef f():\n    import torch.distributed\n")
-    plant(copy, "commands/dryrun/facts.py", "\nfrom parallel3d.estimate import search\n")
+    plant(copy, "dryrun/facts.py", "\nfrom parallel3d.estimate import search\n")
     code, output = lint(copy)
     assert code != 0
     for edge in (
@@ -64,7 +64,7 @@ def test_an_import_upwards_or_of_torch_is_found_anywhere(copy: Path) -> None:
         "parallel3d.data.tokens -> parallel3d.run.worker",
         "parallel3d.config.fields -> parallel3d.comm.exchange",
         "parallel3d.files -> torch",
-        "parallel3d.commands.dryrun.facts -> parallel3d.estimate.search",
+        "parallel3d.dryrun.facts -> parallel3d.estimate.search",
     ):
         assert edge in output, edge
 

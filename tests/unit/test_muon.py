@@ -15,9 +15,9 @@ from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.dryrun.counting import Zeros
 from parallel3d.commands.plan import plan
 from parallel3d.config.checks import check_config
+from parallel3d.dryrun.counting import Zeros
 from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.models.keys import full_shapes_of

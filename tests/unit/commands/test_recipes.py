@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 
 import parallel3d
 from parallel3d.cli.command_line import main
-from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.recipes import recipe
 from parallel3d.config.checks import check_config
 from parallel3d.config.overrides import composed, left_open, presets
+from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import peak_stage
 from parallel3d.estimate.search import planned

@@ -434,7 +434,7 @@ def caller() -> str:
         path = frame.f_code.co_filename.replace("\\", "/")
         inside = path.rpartition("/parallel3d/")[2]
         if inside != path and not inside.startswith(
-            ("simulated_device/", "commands/dryrun/", "device/accelerator.py")
+            ("simulated_device/", "dryrun/", "device/accelerator.py")
         ):
             return f"{inside}:{frame.f_lineno}"
         frame = frame.f_back

@@ -22,9 +22,9 @@ from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
+from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.search import with_style
 from parallel3d.estimate.traffic import transfers
@@ -36,7 +36,7 @@ from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.search import place
 
 if TYPE_CHECKING:
-    from parallel3d.commands.dryrun.facts import Facts
+    from parallel3d.dryrun.facts import Facts
 
 MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"
@@ -86,7 +86,7 @@ def find_facts(
     """
     config, placement = _settled(config)
     ranks = _ranks(layout_of(config), rank)
-    from parallel3d.commands.dryrun.facts import facts_of  # imports torch
+    from parallel3d.dryrun.facts import facts_of  # imports torch
 
     return facts_of(config, ranks, placement, reserve_gb)
 
@@ -98,7 +98,7 @@ def find_memory(config: Config, stage: int) -> Facts:
     """
     config, placement = _settled(config)
     rank = layout_of(config).group_of(0, "pp")[stage]
-    from parallel3d.commands.dryrun.counting import dry_step, gpu_of  # imports torch
+    from parallel3d.dryrun.counting import dry_step, gpu_of  # imports torch
 
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
     return dry_step(config, rank, gpu, placement, memory_only=True)

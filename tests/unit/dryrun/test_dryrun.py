@@ -21,8 +21,8 @@ from parallel3d.blueprint.parameters import stage_parameters, trained_shares
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.cli.command_line import main
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.dryrun.counting import Zeros
 from parallel3d.config.checks import check_config
+from parallel3d.dryrun.counting import Zeros
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
@@ -87,7 +87,7 @@ from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config, conf_dir
 from unittest.mock import patch
-from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.commands.dryrun import find_facts
 from parallel3d.models.layers import Norm
 
 given = json.loads(sys.argv[1])
@@ -399,7 +399,7 @@ def test_experts_get_equally_many_rows_and_are_called_total_and_active(facts) ->
 def test_every_file_that_the_counter_sorts_by_exists() -> None:
     """If a file were moved, its time would silently count as a part of the blocks."""
     done = run_code(
-        "import json; from parallel3d.commands.dryrun.counting import _FRAMES; "
+        "import json; from parallel3d.dryrun.counting import _FRAMES; "
         "print(json.dumps(sorted({row[0] for row in _FRAMES})))"
     )
     roots = {"parallel3d": Path("parallel3d"), "torch": Path(torch.__file__).parent}

@@ -18,7 +18,7 @@ from parallel3d.blueprint.parameters import (
     trained_shares,
 )
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.commands.dryrun.counting import dry_step, gpu_of
+from parallel3d.dryrun.counting import dry_step, gpu_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.choose import measure
 from parallel3d.schedules.schedule import IN_ORDER
