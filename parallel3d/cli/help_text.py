@@ -14,7 +14,7 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import Key, all_keys, allowed, spell, unknown_key
 from parallel3d.config.overrides import groups, presets
 from parallel3d.errors import UserError
-from parallel3d.run_config import CONFLICTS, sections_of
+from parallel3d.run_config import CONFLICTS, conf_dir, sections_of
 
 WIDTH = 92  # maximum number of columns in the help of a key
 
@@ -175,6 +175,7 @@ def overview() -> str:
         "  parallel3d train --cfg job        the whole configuration, as it would run\n"
         "  parallel3d --version\n"
         '  eval "$(parallel3d -sc install=bash)"   tab completion\n\n'
+        f"Pages: {conf_dir().parent / 'docs' / 'index.md'}\n"
         "Try: parallel3d train tp=2 pp=2"
     )
 

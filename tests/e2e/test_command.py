@@ -125,32 +125,37 @@ def test_completion_installs_for_the_command(shell: Shell) -> None:
 
 
 @pytest.mark.more
-def test_wheel_carries_the_configuration_the_scripts_and_the_types(shell: Shell) -> None:
-    source = shell.cwd / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("conf", "slurm", "launch"):
-        shutil.copytree(ROOT / name, source / name)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "parallel3d", source / "parallel3d", ignore=ignored)
-    build = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", str(source))
-    subprocess.run((*build, "-w", str(shell.cwd)), check=True, capture_output=True)
+def test_the_wheel_trains_without_the_checkout_and_carries_its_pages(shell: Shell) -> None:
+    """Builds the sdist and, from that alone, the wheel, without a network."""
+    source, target = shell.cwd / "source", shell.cwd / "elsewhere"
+    listed = subprocess.run(("git", "ls-files", "-z"), cwd=ROOT, check=True, capture_output=True)
+    for name in listed.stdout.decode().split("\0")[:-1]:
+        if (ROOT / name).is_file():  # one that is only deleted so far is not copied
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", str(shell.cwd))
+    subprocess.run((*build, str(source)), check=True, capture_output=True)
     (wheel,) = shell.cwd.glob("*.whl")
-    target = shell.cwd / "elsewhere"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
-    packed = {p.relative_to(target / "parallel3d") for p in target.rglob("*.yaml")}
-    presets = {p.relative_to(ROOT) for p in (ROOT / "conf").rglob("*.yaml")}
-    assert packed == presets | {Path("config/megatron.yaml")}
     shutil.rmtree(source)
-    python = (sys.executable, "-P", "-m", "parallel3d")
-    ended = shell.run(*python, "train", "--cfg", "job", "tp=2", PYTHONPATH=str(target))
-    assert ended.code == 0, ended
-    assert yaml.safe_load(ended.out)["tp"] == 2
-    assert (target / "parallel3d" / "py.typed").is_file()
-    ended = shell.run(*python, "init", "slurm", "mine", PYTHONPATH=str(target))
-    assert ended.code == 0, ended
+    package = target / "parallel3d"
+    packed = {path.relative_to(package) for path in package.rglob("*.yaml")}
+    presets = {path.relative_to(ROOT) for path in (ROOT / "conf").rglob("*.yaml")}
+    assert packed == presets | {Path("config/megatron.yaml")}
+    pages = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in (".md", ".svg")}
+    assert {path.name for path in (package / "docs").iterdir()} == pages
+    assert (package / "py.typed").is_file()
+
+    def run(*words: str) -> str:
+        python = (sys.executable, "-P", "-m", "parallel3d")
+        ended = shell.run(*python, *words, PYTHONPATH=str(target))
+        assert ended.code == 0, ended
+        return ended.out
+
+    assert str(package / "docs" / "index.md") in run("--help")
+    assert "finished after 2 steps" in run("train", "tp=2", *shell.text(), "train.steps=2")
+    run("init", "slurm", "mine")
     for name in SCRIPTS:
         assert (shell.cwd / "mine" / name).read_bytes() == (ROOT / name).read_bytes()
 
