@@ -14,11 +14,11 @@ from parallel3d.blueprint.layout import layout_of
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.keys import BenchConfig
-from parallel3d.commands.bench.probe import preflight
 from parallel3d.commands.init_from import load_initial
 from parallel3d.errors import TrainingFailure, print_line
+from parallel3d.estimate.network import collective_time
 from parallel3d.estimate.search import style_seconds, with_style
+from parallel3d.faults.probe import preflight
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.loop.evaluation import evaluate_only
 from parallel3d.loop.hooks import Run, spent
@@ -96,8 +96,7 @@ def make_groups(config: Config, worker: Worker, device: torch.device) -> Process
     if worker.rank == 0:
         log_notices(config, groups, device)
     if config.preflight:
-        outlier = BenchConfig().outlier
-        preflight(groups, worker, print_line, config.cluster, config.launch, outlier)
+        preflight(groups, worker, print_line, config.cluster, config.launch, collective_time)
     return groups
 
 

@@ -10,6 +10,9 @@ from parallel3d.config.values import (
     key,
 )
 
+# A rank or a wire is slow if it takes more than this multiple of the median time.
+OUTLIER = 1.5
+
 
 @dataclass
 class RecoveryConfig:

@@ -22,19 +22,14 @@ from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench import measure as bench_rows
+from parallel3d.comm.timed_operations import TimedOperation, WrongResult, send_receive, sites
 from parallel3d.commands.bench.comm import bench_comm
 from parallel3d.commands.bench.keys import BenchConfig
-from parallel3d.commands.bench.measure import (
-    BenchOperation,
-    BenchRow,
-    Measurement,
-    Where,
-    WrongResult,
-    send_receive,
-)
-from parallel3d.commands.bench.probe import preflight, probe
+from parallel3d.commands.bench.measure import BenchRow, Measurement, all_rows
 from parallel3d.commands.options import CommandConfig
+from parallel3d.estimate.network import collective_time
+from parallel3d.faults.probe import preflight, probe
+from parallel3d.run.cluster_view import ClusterView
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
@@ -65,8 +60,8 @@ class Bench:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.worker = Worker(rank, rank, world, world, run_dir, "local")
         self.groups = ProcessGroups.of_run(self.config, self.worker.device, self.worker.placement)
-        self.where = Where.find(self.config.cluster, self.worker, self.groups.layout)
-        self.sites = bench_rows.sites(self.groups, CPU, self.config.launch)
+        self.where = ClusterView.find(self.config.cluster, self.worker, self.groups.layout)
+        self.sites = sites(self.groups, CPU, self.config.launch)
 
     def measurement(
         self, rows: list[BenchRow], calls: int = 1, budget_s: float = 60.0
@@ -74,7 +69,7 @@ class Bench:
         return Measurement(rows, self.sites, self.where, 0, calls, budget_s)
 
     def rows(self, *sizes: int) -> list[BenchRow]:
-        return bench_rows.all_rows(self.sites, sizes, self.groups.layout)[0]
+        return all_rows(self.sites, sizes, self.groups.layout)[0]
 
     def close(self) -> None:
         for site in self.sites.values():
@@ -176,7 +171,7 @@ def test_without_shared_memory_training_uses_the_backend(pool: Pool) -> None:
 
 def priced_links(cluster: ClusterConfig) -> dict[str, tuple]:
     bench = Bench(cluster=cluster)
-    rows = [BenchRow(dim, BenchOperation("all_gather"), 4096, "alone") for dim in ("tp", "dp")]
+    rows = [BenchRow(dim, TimedOperation("all_gather"), 4096, "alone") for dim in ("tp", "dp")]
     done = [row for _, rows in bench.measurement(rows).results() for row in rows]
     bench.close()
     return {row["dim"]: (row["link"], row["priced_s"]) for row in done}
@@ -203,7 +198,7 @@ def without_average() -> tuple[set[str | None], dict[str, str]]:
 
     with mock.patch.object(dist, "all_reduce", refuse):
         bench = Bench()
-        rows, left_out = bench_rows.all_rows(bench.sites, (1024,), bench.groups.layout)
+        rows, left_out = all_rows(bench.sites, (1024,), bench.groups.layout)
         bench.close()
     return {row.operation.reduction for row in rows}, left_out
 
@@ -277,7 +272,7 @@ def wrong_result(name: str) -> str | None:
     """Returns the messages about a row with a wrong collective, by the ranks that can detect it."""
     words = name.split()
     reduction = words[1] if len(words) > 1 else None
-    row = BenchRow("tp", BenchOperation(words[0], reduction, own=len(words) > 2), 4096, "together")
+    row = BenchRow("tp", TimedOperation(words[0], reduction, own=len(words) > 2), 4096, "together")
     module, function, spoil, _ = WRONG[name]
     bench = Bench(tp=2, dp=1)
     measurement = bench.measurement([row])
@@ -320,7 +315,7 @@ def delayed(slow_rank: int, slow_peer: int | None = None) -> Iterator[None]:
             time.sleep(DELAY_S)
         send_receive(sent, to, received, source, group)
 
-    with mock.patch("parallel3d.commands.bench.probe.send_receive", send):
+    with mock.patch("parallel3d.faults.probe.send_receive", send):
         yield
 
 
@@ -392,7 +387,13 @@ def flown(run_dir: str, slow_rank: int, outlier: float = OUTLIER) -> list[str]:
     with delayed(slow_rank):
         keys = bench.config
         preflight(
-            bench.groups, bench.worker, said.append, keys.cluster, keys.launch, keys.bench.outlier
+            bench.groups,
+            bench.worker,
+            said.append,
+            keys.cluster,
+            keys.launch,
+            collective_time,
+            keys.bench.outlier,
         )
     bench.close()
     return said

@@ -20,7 +20,7 @@ from benchmarks.figures.ddp.nets import inputs, made
 from parallel3d.blueprint.cluster import Link
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.commands.bench.measure import timed_calls
+from parallel3d.comm.timed_operations import timed_calls
 from parallel3d.data_parallel.ddp import DistributedDataParallel
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.device.accelerator import is_accelerator, module, synchronize

@@ -26,22 +26,21 @@ from rich.table import Table
 
 from parallel3d.blueprint.cluster import Link, LinkClass
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.timed_operations import TimedOperation, sites
 from parallel3d.commands.bench.measure import (
     ALONE,
     MEASURING_SHARE,
     TOGETHER,
-    BenchOperation,
     Measurement,
     Progress,
-    Where,
     all_rows,
     is_trainings,
-    sites,
 )
-from parallel3d.commands.bench.probe import Finding, Pair, probe
 from parallel3d.commands.options import CommandConfig
 from parallel3d.estimate.network import ring_time
+from parallel3d.faults.probe import Finding, Pair, probe
 from parallel3d.metrics.jsonl import write_json
+from parallel3d.run.cluster_view import ClusterView
 from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run.launch import Worker
 
@@ -76,7 +75,7 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
         result.add_column(heading, justify="left" if place < 2 else "right", no_wrap=True)
     label = ""
     for (op, reduction, *_), by_mode in side_by_side(rows).items():
-        alone, name = by_mode[ALONE], BenchOperation(op, reduction).label
+        alone, name = by_mode[ALONE], TimedOperation(op, reduction).label
         cells = [size(alone["bytes"])]
         for mode in modes:
             row = by_mode[mode]
@@ -129,7 +128,7 @@ def bench_comm(config: CommandConfig, worker: Worker) -> int:
     worker.phase = "making process groups"
     started = time.perf_counter()
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
-    where = Where.find(config.cluster, worker, groups.layout)
+    where = ClusterView.find(config.cluster, worker, groups.layout)
     mine = sites(groups, device, config.launch)
     rows, left_out = all_rows(mine, config.bench.sizes, groups.layout)
     results: list[dict] = []
@@ -298,7 +297,7 @@ def fits(results: list[dict]) -> dict[str, Fit]:
 
 
 def report(
-    where: Where,
+    where: ClusterView,
     results: list[dict],
     left_out: dict[str, str],
     findings: list[Finding],
@@ -340,7 +339,7 @@ def report(
 
 
 def conclusions(
-    facts: dict[str, Any], where: Where, findings: list[Finding], outlier: float
+    facts: dict[str, Any], where: ClusterView, findings: list[Finding], outlier: float
 ) -> list[str]:
     """Returns the conclusions of a report (`facts`) as lines of text.
 

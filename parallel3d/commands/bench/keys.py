@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from parallel3d.config.values import FREE, key
+from parallel3d.faults.keys import OUTLIER
 
 
 @dataclass
@@ -19,7 +20,7 @@ class BenchConfig:
     warmup: int = key(2, "number of untimed calls before the timed ones", minimum=0)
     budget_s: float = key(60.0, "time limit in seconds; iterations are reduced to meet it", above=0)
     outlier: float = key(
-        1.5, "report pairs and ranks that are slower than the median by this factor", above=1
+        OUTLIER, "report pairs and ranks that are slower than the median by this factor", above=1
     )
     json: str | None = key(
         None, "file for all rows; null: bench.json in the run directory", holds=Path

@@ -1,12 +1,7 @@
-"""Measures the rows of `bench comm`: collectives with known results, in the groups of a layout.
-
-The input of member m of a group is `pattern(m)`. It consists of small whole numbers, so that sums
-are exact in fp32, and repeats with a prime period, so that a misplaced shard is noticed.
-"""
+"""Measures the rows of `bench comm`: operations in the groups of a layout, at several sizes."""
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,50 +11,27 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from parallel3d.blueprint.cluster import Link, LinkClass, cluster_from_config
 from parallel3d.blueprint.collectives import bus_factor
-from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import DEFAULT_ORDER, DIMENSIONS, Layout
-from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
-from parallel3d.comm import collectives
+from parallel3d.blueprint.layout import DIMENSIONS, Layout
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import Group
-from parallel3d.comm.process_groups import GLOO_ON, ProcessGroups
+from parallel3d.comm.timed_operations import (
+    PLAIN,
+    REDUCING,
+    REDUCTIONS,
+    WORLD,
+    Site,
+    TimedOperation,
+    dimensions,
+    prepare,
+    timed_calls,
+)
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
-from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, post
-from parallel3d.run.keys import LaunchConfig
-from parallel3d.run.launch import Worker
-from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.orders import StageAssignment
+from parallel3d.run.cluster_view import ClusterView
 
 # Share of the time budget that the rows may use; the probe of pairs and the report need the rest.
 MEASURING_SHARE = 0.75
-
-
-def timed_calls(
-    run: Callable[[], object],
-    barrier: Callable[[], object],
-    device: torch.device,
-    warmup: int,
-    calls: int,
-) -> list[float]:
-    """Returns the seconds of `calls` calls of `run` on this rank, after `warmup` untimed calls.
-
-    A barrier precedes each call.
-    """
-    seconds = []
-    for number in range(warmup + calls):
-        barrier()
-        accelerator.synchronize(device)
-        start = time.perf_counter()
-        run()
-        accelerator.synchronize(device)
-        if number >= warmup:
-            seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def slowest_rank(by_rank: Sequence[Sequence[float]]) -> float:
@@ -101,33 +73,9 @@ class CallCounts:
         self.row += 1
 
 
-PERIOD = 251
-ITEM = 4  # bytes of an fp32 number
-
-REDUCTIONS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min")}
-REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-PLAIN = ("all_gather", "broadcast", "scatter", "gather", "all_to_all", "send_recv", "barrier")
 # Collectives by which training sends activations and gradients; its reductions are sums.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 TRAINING = dict.fromkeys(("tp", "cp", "dp", "dp_cp"), COLLECTIVES) | {"pp": ("send_recv",)}
-
-
-class WrongResult(RuntimeError):
-    """Signals that a collective has given a wrong result."""
-
-
-class BenchOperation(NamedTuple):
-    """A collective operation, and the path on which it runs."""
-
-    name: str  # one of `network.OPERATIONS`
-    reduction: str | None = None  # sum, avg, max or min, or None if it does not reduce
-    own: bool = False  # whether training's own path (shared memory of CPU ranks) runs it
-
-    @property
-    def label(self) -> str:
-        """The operation in words, such as `all-reduce sum` or `send/receive`."""
-        name = "send/receive" if self.name == "send_recv" else self.name.replace("_", "-")
-        return f"{name} {self.reduction}" if self.reduction else name
 
 
 def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
@@ -135,249 +83,22 @@ def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
     return reduction in ("sum", None) and name in TRAINING.get(dim, ())
 
 
-def operations(dim: str) -> list[BenchOperation]:
+def operations(dim: str) -> list[TimedOperation]:
     """Returns the operations to measure in the groups of `dim`.
 
     A reducing collective is measured with every reduction. The collectives that training calls are
     also measured on training's own path.
     """
     return [
-        BenchOperation(name, reduction, own)
+        TimedOperation(name, reduction, own)
         for name in (*REDUCING, *PLAIN)
         for reduction in (REDUCTIONS if name in REDUCING else (None,))
         for own in ((False, True) if is_trainings(dim, name, reduction) else (False,))
     ]
 
 
-@dataclass(frozen=True)
-class Site:
-    """A group of this rank, this rank's device, and the transport of messages."""
-
-    group: Group
-    device: torch.device
-    boxes: SharedP2P | None = None  # the pipeline's shared memory, or None if it is not used
-    chain: bool = False  # whether messages go from stage to stage, instead of around a ring
-
-    def close(self) -> None:
-        """Frees the pipeline's shared memory, if it is used."""
-        if self.boxes is not None:
-            self.boxes.memory.close()
-
-    @property
-    def backend(self) -> str:
-        name = dist.get_backend(self.group.handle)
-        return "gloo" if name == GLOO_ON else name
-
-    def whole_bytes(self, size: int) -> int:
-        """Returns `size` rounded down to a whole number of fp32 elements per rank, at least one."""
-        unit = ITEM * self.group.size
-        return max(unit, size // unit * unit)
-
-    def path(self, operation: BenchOperation, size: int) -> str:
-        """Returns the name of the transport that an operation uses for `size` bytes.
-
-        The transport is the backend or, on training's own path if the size fits, `mailbox` or
-        `shared memory`.
-        """
-        if not operation.own or accelerator.is_accelerator(self.device):
-            return self.backend
-        if operation.name == "send_recv":
-            message = torch.empty(self.whole_bytes(size) // ITEM)
-            return "mailbox" if self.boxes and self.boxes.fits(message) else self.backend
-        return self.backend if self.group.shared is None else "shared memory"
-
-
-@dataclass
-class Call:
-    """Contains an operation that is ready to run on its buffers.
-
-    Attributes:
-        run: runs the operation.
-        result: the buffer with the result, if `run` returns no tensor.
-        expected: the required result of the first `run`, or None if this rank checks nothing.
-    """
-
-    run: Callable[[], object]
-    result: Tensor | None = None
-    expected: Tensor | None = None
-
-    def check(self, what: str) -> None:
-        """Runs the operation for the first time and compares its result.
-
-        Raises WrongResult with `what`, the name of the operation, and the first wrong number.
-        """
-        returned = self.run()
-        got = returned if isinstance(returned, Tensor) else self.result
-        if got is None or self.expected is None:
-            return
-        got = got.cpu()
-        wrong = ~torch.isclose(got, self.expected, rtol=1e-5, atol=0)
-        if wrong.any():
-            i = int(wrong.nonzero()[0])
-            raise WrongResult(
-                f"{what}: {int(wrong.sum())} of {got.numel()} numbers are wrong; number {i} is "
-                f"{got[i]:g}, not {self.expected[i]:g}"
-            )
-
-
-def pattern(member: int, count: int, start: int = 0) -> Tensor:
-    """Returns `count` fp32 numbers of the input of `member`, starting at index `start`."""
-    ramp, begin = torch.arange(1.0, PERIOD + 1), start % PERIOD
-    return ramp.repeat((begin + count) // PERIOD + 1)[begin : begin + count] * (member + 1)
-
-
-def reduced(reduction: str, n: int, count: int, start: int = 0) -> Tensor:
-    """Returns `count` fp32 numbers of the reduction of `pattern` over `n` members."""
-    factor = {"sum": n * (n + 1) / 2, "avg": (n + 1) / 2, "max": n, "min": 1}[reduction]
-    return pattern(0, count, start) * factor
-
-
-def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
-    """Prepares an operation on a buffer of `size` bytes, as nccl-tests counts them."""
-    group, device, name, own = site.group, site.device, operation.name, operation.own
-    n, me, handle, root = group.size, group.index, group.handle, group.ranks[0]
-    count = site.whole_bytes(size) // ITEM
-    if name == "barrier":
-        return Call(partial(dist.barrier, group=handle))
-    if name == "send_recv":
-        return _messages(operation, site, count)
-    run: Callable[..., object]
-    mine, whole = pattern(me, count).to(device), torch.empty(count, device=device)
-    part = torch.empty(count // n, device=device)
-    if operation.reduction is not None:
-        op, expected = REDUCTIONS[operation.reduction], reduced(operation.reduction, n, count)
-        if name == "reduce":
-            run = partial(dist.reduce, mine, root, op, handle)
-            return Call(run, mine if me == 0 else None, expected)
-        if name == "all_reduce":
-            run = partial(dist.all_reduce, mine, op, handle)
-            run = partial(collectives.all_reduce, mine, group) if own else run
-            return Call(run, mine, expected)
-        run = partial(_since_2_13("reduce_scatter"), part, mine, op=op, group=handle)
-        run = partial(collectives.reduce_scatter, mine, group) if own else run
-        return Call(run, part, expected.chunk(n)[me])
-    first = pattern(0, count)
-    if name == "broadcast":
-        return Call(partial(dist.broadcast, mine, root, handle), mine, first)
-    if name == "scatter":
-        parts = list(first.to(device).chunk(n)) if me == 0 else None
-        return Call(partial(dist.scatter, part, parts, root, handle), part, first.chunk(n)[me])
-    if name == "all_to_all":
-        expected = torch.cat([pattern(m, count // n, me * count // n) for m in range(n)])
-        return Call(partial(dist.all_to_all_single, whole, mine, group=handle), whole, expected)
-    shard, expected = mine[: count // n], torch.cat([pattern(m, count // n) for m in range(n)])
-    if name == "gather":
-        parts = list(whole.chunk(n)) if me == 0 else None
-        run = partial(dist.gather, shard, parts, root, handle)
-        return Call(run, whole if me == 0 else None, expected)
-    run = partial(_since_2_13("all_gather"), whole, shard, group=handle)
-    return Call(partial(collectives.all_gather, shard, group) if own else run, whole, expected)
-
-
-def _since_2_13(name: str) -> Callable[..., object]:
-    """Returns torch's collective on single tensors, which version 2.13 renamed."""
-    before = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-    return getattr(dist, f"{name}_single", None) or getattr(dist, before[name])
-
-
-def send_receive(sent: Tensor, to: int, received: Tensor, source: int, group: Group) -> None:
-    """Sends a message to the rank `to` while receiving one from the rank `source`.
-
-    Both are world ranks in `group`.
-    """
-    send = dist.P2POp(dist.isend, sent, to, group.handle)
-    receive = dist.P2POp(dist.irecv, received, source, group.handle)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-
-
-def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
-    """Prepares messages of `count` numbers from every member to the next, all at once.
-
-    Around a ring the last member sends to the first. Along a pipeline the last only receives, and
-    messages are posted as the executor posts them.
-    """
-    group, device = site.group, site.device
-    n, me = group.size, group.index
-    sent, got = pattern(me, count).to(device), torch.empty(count, device=device)
-    expected = pattern((me - 1) % n, count)
-    if not site.chain:
-        ranks = group.ranks
-        run = partial(send_receive, sent, ranks[(me + 1) % n], got, ranks[(me - 1) % n], group)
-        return Call(run, got, expected)
-    messages = [(Action(Kind.RECV_F, 0), got)] if me > 0 else []
-    messages += [(Action(Kind.SEND_F, 0), sent)] if me < n - 1 else []
-    boxes = site.boxes if operation.own else None
-
-    def along() -> None:
-        for transfer in post(messages, P2PRoute(group, StageAssignment(n)), boxes):
-            transfer.work.wait()
-
-    return Call(along, got if me > 0 else None, expected)
-
-
-@dataclass(frozen=True)
-class Where:
-    """The rank mapping of the run, and the host name of every rank."""
-
-    placement: RankMapping
-    hosts: tuple[str, ...]
-
-    @classmethod
-    def find(cls, settings: ClusterConfig, worker: Worker, layout: Layout) -> Where:
-        """Returns the rank mapping and the gathered host names.
-
-        If the worker has no rank mapping, ranks are placed in order on the configured cluster.
-        The call is collective over the world. Raises UserError if the cluster has too few GPUs.
-        """
-        placement = worker.placement
-        if placement is None:
-            cluster = cluster_from_config(settings, layout.world_size)
-            placement = RankMapping.tiled(cluster, layout, Tiling.parse(DEFAULT_ORDER, layout))
-        device = torch.device(worker.device)
-        hosts = all_gather_json(socket.gethostname(), dist.group.WORLD, device)
-        return cls(placement, tuple(hosts))
-
-    def link_class(self, a: int, b: int) -> LinkClass:
-        """Returns the class of the link between two ranks."""
-        slots = self.placement.slots
-        return LinkClass(int(self.placement.cluster.link_class(slots[a], slots[b])))
-
-    def slowest_link(self, ranks: Sequence[int], chain: bool) -> tuple[LinkClass, Link | None]:
-        """Returns the class of the slowest link between ranks in a ring or chain, and this link.
-
-        The link is None if no wire connects the neighbours.
-        """
-        ends = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
-        worst = max(self.link_class(a, b) for a, b in (ends[:-1] if chain else ends))
-        return worst, None if worst is LinkClass.NONE else self.placement.cluster.link(worst)
-
-    def name(self, rank: int) -> str:
-        """Describes a rank, such as `rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`.
-
-        The host name precedes the GPU if the cluster has another name for the node.
-        """
-        place, facts, host = self.placement.layout.named(rank), self.facts(rank), self.hosts[rank]
-        gpu = str(facts["gpu"])
-        if gpu.split(" GPU ")[0].split(".")[0] != host.split(".")[0]:
-            gpu = f"{host}, {gpu}"
-        return f"rank {rank} ({place}) on {gpu}, rail {facts['rail']}"
-
-    def facts(self, rank: int) -> dict[str, object]:
-        """Returns plain data about a rank for JSON."""
-        cluster, slot = self.placement.cluster, int(self.placement.slots[rank])
-        return {
-            "rank": rank,
-            **self.placement.layout.coordinates(rank)._asdict(),
-            "host": self.hosts[rank],
-            "gpu": cluster.slot_name(slot),
-            "rail": int(cluster.rail_of[slot]),
-        }
-
-
 ALONE, TOGETHER = "alone", "together"
 MOST_ALONE = 16  # maximum number of a dimension's groups, evenly spread, that are measured alone
-WORLD = "world"
 
 
 class BenchRow(NamedTuple):
@@ -391,7 +112,7 @@ class BenchRow(NamedTuple):
     """
 
     dim: str
-    operation: BenchOperation
+    operation: TimedOperation
     size: int
     mode: str
 
@@ -411,36 +132,6 @@ class BenchRow(NamedTuple):
 
 def groups_of(layout: Layout, dim: str) -> list[list[int]]:
     return layout.groups(*(DIMENSIONS if dim == WORLD else (dim,)))
-
-
-def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
-    """Returns the dimensions to measure, and for each other dimension why it is left out."""
-    data = ("cp", "dp_cp") if layout.cp > 1 else ("dp",)
-    sizes = {dim: layout.size(dim) for dim in ("tp", "dp", "pp")}
-    left_out = {dim: f"{dim}=1 has no groups" for dim, size in sizes.items() if size == 1}
-    if layout.cp > 1 == layout.dp:
-        left_out["dp_cp"] = "it has the same ranks as cp"
-    elif layout.cp > 1:
-        left_out["dp"] = "it sends only a token count, while dp_cp sends the gradients"
-    dims = [dim for dim in ("tp", *data, "pp") if dim not in left_out]
-    same = next((dim for dim in dims if layout.size(dim) == layout.world_size), None)
-    if same is None:
-        return [*dims, WORLD], left_out
-    return dims, left_out | {WORLD: f"it has the same ranks as {same}"}
-
-
-def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> dict[str, Site]:
-    """Returns this rank's site in each dimension.
-
-    The call is collective, because stages may open shared memory.
-    """
-    found = {}
-    for dim in dimensions(groups.layout)[0]:
-        group, boxes = getattr(groups, dim), None
-        if dim == "pp" and device.type == "cpu" and launch.shared_memory:
-            boxes = SharedP2P.open(group, launch.timeout_s)
-        found[dim] = Site(group, device, boxes, chain=dim == "pp")
-    return found
 
 
 def all_rows(
@@ -498,7 +189,7 @@ Timing = tuple[str, list[float]] | None
 
 
 def result(
-    row: BenchRow, calls: int, by_rank: Sequence[Timing], site: Site, where: Where
+    row: BenchRow, calls: int, by_rank: Sequence[Timing], site: Site, where: ClusterView
 ) -> dict[str, Any]:
     """Returns a measured row for JSON.
 
@@ -561,7 +252,7 @@ class Measurement:
 
     rows: list[BenchRow]  # equal on every rank
     sites: dict[str, Site]  # the sites of this rank by dimension
-    where: Where
+    where: ClusterView
     warmup: int  # warm-up calls of each row, if `budget_s` allows them
     calls: int  # timed calls of each row, if `budget_s` allows them
     budget_s: float  # seconds for all rows

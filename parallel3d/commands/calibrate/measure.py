@@ -38,7 +38,7 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.mirrored import MirroredPeers
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
-from parallel3d.commands.bench.measure import BenchOperation, Site, prepare
+from parallel3d.comm.timed_operations import Site, TimedOperation, prepare
 from parallel3d.commands.calibrate.command import check_memory, room_of_host, written_to
 from parallel3d.commands.calibrate.pieces import (
     MOST_SIZES,
@@ -508,7 +508,7 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
             if name == ALL_TO_ALL:
                 run = _exchange(config.model, site, size)
             else:
-                run = prepare(BenchOperation(name, reduction, own=True), site, size).run
+                run = prepare(TimedOperation(name, reduction, own=True), site, size).run
             if groups.rank < count:
                 each = windows(run, device, CALLS, FEW_WINDOWS if shares else WINDOWS)
                 wall, work = zip(*each, strict=True)

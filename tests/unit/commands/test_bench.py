@@ -14,6 +14,7 @@ from rich.console import Console
 from parallel3d.blueprint.cluster import Cluster, Link, LinkClass
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.comm.timed_operations import TimedOperation, dimensions, pattern, reduced
 from parallel3d.commands.bench.checks import check_communication
 from parallel3d.commands.bench.comm import (
     FITTED,
@@ -24,16 +25,12 @@ from parallel3d.commands.bench.comm import (
     table,
 )
 from parallel3d.commands.bench.keys import BenchConfig
-from parallel3d.commands.bench.measure import (
-    BenchOperation,
-    CallCounts,
-    Where,
-    dimensions,
-    pattern,
-    reduced,
-    slowest_rank,
-)
-from parallel3d.commands.bench.probe import (
+from parallel3d.commands.bench.measure import CallCounts, slowest_rank
+from parallel3d.commands.options import CommandConfig
+from parallel3d.config.checks import check_config
+from parallel3d.errors import UserError
+from parallel3d.estimate.network import ring_time
+from parallel3d.faults.probe import (
     Finding,
     GroupTime,
     findings_in,
@@ -42,11 +39,8 @@ from parallel3d.commands.bench.probe import (
     pairs_to_probe,
     turns,
 )
-from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_config
-from parallel3d.errors import UserError
-from parallel3d.estimate.network import ring_time
 from parallel3d.models.keys import ModelConfig
+from parallel3d.run.cluster_view import ClusterView
 
 # --- the plan --------------------------------------------------------------------------------
 
@@ -252,7 +246,7 @@ def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
     cluster = Cluster("two", 2, 2, 2, 2, link, link, link)
     layout = Layout(tp=2, dp=2)
     placement = RankMapping.tiled(cluster, layout, Tiling.parse("tp-cp-dp-pp", layout))
-    where = Where(placement, ("alpha", "alpha", "beta", "beta"))
+    where = ClusterView(placement, ("alpha", "alpha", "beta", "beta"))
     sentence = Finding((3,), 4096, 4e-3, 1e-3).sentence(where)
     assert "rank 3 (pp 0, dp 1, tp 1) on beta, node1 GPU 1, rail 1" in sentence
     assert "4.0 times the median (4 ms instead of 1 ms" in sentence
@@ -261,7 +255,7 @@ def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
 
 
 def group(dim: str, ranks: tuple[int, ...], seconds: float, priced: float | None) -> GroupTime:
-    return GroupTime(dim, ranks, BenchOperation("all_reduce", "sum"), 1 << 20, seconds, priced)
+    return GroupTime(dim, ranks, TimedOperation("all_reduce", "sum"), 1 << 20, seconds, priced)
 
 
 def test_preflight_compares_each_group_with_its_price() -> None:

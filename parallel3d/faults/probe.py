@@ -26,23 +26,24 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.cluster import Link
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DIMENSIONS, Layout
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.measure import (
+from parallel3d.comm.timed_operations import (
     WORLD,
-    BenchOperation,
     Site,
-    Where,
+    TimedOperation,
     prepare,
     send_receive,
     sites,
     timed_calls,
 )
 from parallel3d.device import accelerator
-from parallel3d.estimate.network import collective_time
+from parallel3d.faults.keys import OUTLIER
 from parallel3d.metrics.jsonl import write_json
+from parallel3d.run.cluster_view import ClusterView
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
 from parallel3d.text import shortened
@@ -56,6 +57,8 @@ GROUP_CALLS = 5  # number of timed calls of this operation
 
 Pair = tuple[int, int]
 Seconds = npt.NDArray[np.float64]
+# Prices a collective by its name, the ranks of its group, its bytes and the slowest link.
+Price = Callable[[str, int, float, Link], float]
 
 
 def sizes_of(device: torch.device) -> tuple[int, ...]:
@@ -91,7 +94,7 @@ class Finding:
     def is_slow(self, outlier: float, floor_s: float) -> bool:
         return self.seconds > max(outlier * self.median_s, self.median_s + floor_s)
 
-    def sentence(self, where: Where) -> str:
+    def sentence(self, where: ClusterView) -> str:
         """Describes the finding: its ranks, where they are, and its times."""
         slower = (
             f"{self.times:.1f} times the median ({self.seconds * 1e3:.3g} ms instead of "
@@ -104,7 +107,7 @@ class Finding:
         wire = where.link_class(a, b).label
         return f"slow pair: {where.name(a)} and {where.name(b)}, by {wire}: {slower}"
 
-    def facts(self, where: Where) -> dict[str, object]:
+    def facts(self, where: ClusterView) -> dict[str, object]:
         """Returns plain data for JSON."""
         layout = where.placement.layout
         return {
@@ -227,7 +230,7 @@ def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) 
 
 
 def probe(
-    where: Where, groups: ProcessGroups, device: torch.device, outlier: float
+    where: ClusterView, groups: ProcessGroups, device: torch.device, outlier: float
 ) -> tuple[list[Finding], dict[Pair, list[float]]]:
     """Probes all pairs. The call is collective over the world.
 
@@ -301,7 +304,7 @@ class GroupTime:
 
     dim: str
     ranks: tuple[int, ...]
-    operation: BenchOperation
+    operation: TimedOperation
     nbytes: int
     seconds: float
     priced_s: float | None
@@ -322,7 +325,7 @@ class GroupTime:
             "times_the_price": self.times_the_price,
         }
 
-    def sentence(self, times: float, where: Where) -> str:
+    def sentence(self, times: float, where: ClusterView) -> str:
         """Describes a group that is slow by a factor of `times`, and where its ranks are."""
         ranks = self.ranks if len(self.ranks) <= 8 else (self.ranks[0], self.ranks[-1])
         return (
@@ -339,21 +342,22 @@ def preflight(
     log: Callable[[str], None],
     cluster: ClusterConfig,
     launch: LaunchConfig,
-    outlier: float,
+    price: Price,
+    outlier: float = OUTLIER,
 ) -> None:
     """Probes pairs and groups, after which rank 0 logs slow wires and writes preflight.json.
 
     The call is collective over the world. `outlier` is the multiple of the median above which a
-    time is slow, and `log` receives the lines.
+    time is slow, `price` tells the expected times of the groups, and `log` receives the lines.
     """
     if groups.layout.world_size == 1:
         return
     worker.phase = "preflight"
     start = time.perf_counter()
     device = torch.device(worker.device)
-    where = Where.find(cluster, worker, groups.layout)
+    where = ClusterView.find(cluster, worker, groups.layout)
     findings, pairs = probe(where, groups, device, outlier)
-    times, slow = _probe_groups(groups, where, device, launch, outlier)
+    times, slow = _probe_groups(groups, where, device, launch, price, outlier)
     if worker.rank > 0:
         return
     known = {rank for finding in findings for rank in finding.ranks}
@@ -377,7 +381,12 @@ def preflight(
 
 
 def _probe_groups(
-    groups: ProcessGroups, where: Where, device: torch.device, launch: LaunchConfig, outlier: float
+    groups: ProcessGroups,
+    where: ClusterView,
+    device: torch.device,
+    launch: LaunchConfig,
+    price: Price,
+    outlier: float,
 ) -> tuple[list[GroupTime], list[tuple[GroupTime, float]]]:
     """Returns, on every rank, the times of all groups, and the slow groups with their factors."""
     mine = {dim: site for dim, site in sites(groups, device, launch).items() if dim != WORLD}
@@ -388,10 +397,8 @@ def _probe_groups(
             work, nbytes = work_of(dim), site.whole_bytes(GROUP_BYTES)
             for ranks in where.placement.layout.groups(dim):
                 _, link = where.slowest_link(ranks, chain=site.chain)
-                price = (
-                    None if link is None else collective_time(work.name, len(ranks), nbytes, link)
-                )
-                found.append(GroupTime(dim, tuple(ranks), work, nbytes, next(seconds), price))
+                priced = None if link is None else price(work.name, len(ranks), nbytes, link)
+                found.append(GroupTime(dim, tuple(ranks), work, nbytes, next(seconds), priced))
         return found
 
     def judged(fastest: Seconds) -> list[tuple[GroupTime, float]]:
@@ -406,11 +413,11 @@ def _probe_groups(
     return timed(fastest), judged(fastest)
 
 
-def work_of(dim: str) -> BenchOperation:
+def work_of(dim: str) -> TimedOperation:
     """Returns the operation, on training's own path, by which groups of `dim` are probed."""
     if dim == "pp":
-        return BenchOperation("send_recv", own=True)
-    return BenchOperation("all_reduce", "sum", own=True)
+        return TimedOperation("send_recv", own=True)
+    return TimedOperation("all_reduce", "sum", own=True)
 
 
 def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
