@@ -66,17 +66,11 @@ FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False),
 # values count as missing.
 _NOT_TEXT = "image images video videos audio audios"
 _LEARNING = (
-    "weights loss_weight loss_scale loss_mask loss_masks mask masked mask_loss trainable "
-    "train_detail training_detail train_on_input train_on_inputs train_on_turn should_train "
-    "assistant_masks "
+    "weights loss_weight loss_scale loss_mask loss_masks step_loss_mask mask masked mask_loss "
+    "trainable train_detail training_detail train_on_input train_on_inputs train_on_turn "
+    "should_train assistant_masks "
     "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
-# A message's key that contains one of these words is taken to be about learning.
-_WORDS = (
-    "train trained training loss mask masked weight learn learned label labels ignore ignored skip "
-    "skipped exclude excluded"
-)
-_LEARNING_WORDS = frozenset(_WORDS.split())
 _SYSTEMS = (
     "system_message system_msg system_instruction system_instructions sys sys_prompt sysprompt "
     "developer_message"
@@ -503,8 +497,6 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     for key, value in given.items():
         if key in read:
             continue
-        if _LEARNING_WORDS & set(key.lower().split("_")):
-            raise Refused(f"has {show(plain(key))}{of}, which is not read: {_LEARN_BY}")
         if key not in REFUSED_OF_MESSAGES:
             _check_not_meant(key, (*read, *LEARNED), _NEVER_OF_MESSAGES, of)
         elif _is_empty(key, value):

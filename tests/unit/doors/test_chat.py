@@ -462,13 +462,13 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "that are not only text",
     ),
     "thoughts by another name": (row(user("hi"), assistant("ho", cot="a")), "with the key cot"),
-    "an answer to ignore": (row(user("hi"), assistant("ho", ignore=True)), "has ignore in message"),
-    "an answer's label": (row(user("hi"), assistant("ho", label=0)), "has label in message 2"),
     "options of a message": (
         row(user("hi"), assistant("ho", chat_template_kwargs={"enable_thinking": False})),
         "with the key chat_template_kwargs, which is not read: it belongs in",
     ),
-    "learning by another word": (row(user("hi"), assistant("ho", no_train=1)), "has no_train in"),
+    "a mask of a turn": (
+        row(user("hi"), assistant("ho", step_loss_mask=0)), "has step_loss_mask in message 2",
+    ),
     "a system text by another name": (row(*TALK, system_message="be"), "has system_message, which"),
     "tools by another name": (row(*TALK, available_tools=[TOOL]), "has available_tools, which is"),
     "thoughts of a row": (row(*TALK, reasoning_content="mm"), "belong in reasoning_content of a"),
@@ -537,6 +537,15 @@ def test_keys_that_nothing_reads_are_counted(homes: dict[str, Path]) -> None:
         *("source", "chosen", "id of messages"),
         "enable_thinking of chat_template_kwargs",
     }
+
+
+@pytest.mark.parametrize("key", ["label", "labels", "skip", "skip_reason", "mask_id", "no_train"])
+def test_a_key_that_resembles_one_about_learning_is_counted(
+    homes: dict[str, Path], key: str
+) -> None:
+    found = opened(homes["qwen2"])[0].read(row(user("hi"), assistant("ho", **{key: "a"})))
+    assert found.unread == {f"{key} of messages"}
+    assert found.spoken.any()
 
 
 def made_of(tmp_path: Path, template: str) -> Reader:
