@@ -343,7 +343,7 @@ class Bench:
         return "\n".join(lines)
 
     def page_rows(self) -> list[str]:
-        """Formats the calls' tasks as rows of docs/gpu.md."""
+        """Formats the calls' tasks as rows of benchmarks/gpu/README.md."""
         return [
             f"| {number} | `{name}` | {self.tasks[name].expected or '–'} | "
             f"{self.tasks[name].seconds} |"

@@ -221,7 +221,7 @@ def test_a_wrong_product_is_named(
 
 
 def test_the_calls_fit_a_quarter_of_an_hour_and_are_on_the_page() -> None:
-    bench, page = gpu_experts.BENCH, (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    bench, page = gpu_experts.BENCH, (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8")
     assert "|---|---|---|---|\n" + "\n".join(bench.page_rows()) + "\n\n" in page
     seconds = [gpu_tasks.call_seconds(names, bench.tasks) for names in bench.calls]
     assert max(seconds) <= gpu_tasks.CALL_S and sum(seconds) <= 900

@@ -412,7 +412,7 @@ def test_a_plan_is_printed_without_a_card(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_help_and_page_have_every_line() -> None:
-    bench, page = gpu_first.BENCH, (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    bench, page = gpu_first.BENCH, (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8")
     assert all(name in bench.tasks_text() for name in bench.tasks)
     assert all(line.expected in bench.tasks_text() for line in gpu_first.LINES.values())
     rows = "\n".join(bench.page_rows())

@@ -202,7 +202,7 @@ def test_a_layout_that_changes_the_model_differs(
 
 
 def test_the_calls_and_the_page_have_every_line() -> None:
-    bench, page = gpu_node.BENCH, (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    bench, page = gpu_node.BENCH, (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8")
     planned = [name for names in bench.calls for name in names]
     assert sorted(planned) == sorted(gpu_node.LINES)
     seconds = [gpu_tasks.call_seconds(names, bench.tasks) for names in bench.calls]
