@@ -78,7 +78,6 @@ NAMES = {
     "abort_process_group": "torch.distributed.distributed_c10d:_abort_process_group",
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "world_state": "torch.distributed.distributed_c10d:_world",
-    "timeout_of_options": "torch._C._distributed_c10d:Backend.Options._timeout()",
     "GlooOptions": "torch.distributed:ProcessGroupGloo._Options",
     "root_of_mesh": "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
     "self_recording_backends": "torch.distributed.distributed_c10d:_FR_SELF_RECORDING_BACKENDS",
@@ -167,11 +166,6 @@ def missing(package: str, name: str) -> UserError:
 # The functions below read attributes that an object only gets when it is created.
 
 
-def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the module's own dictionary of buffers, which may be changed in place."""
-    return module._buffers
-
-
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the module's own dictionaries of parameters and of submodules."""
     return module._parameters, module._modules
@@ -180,11 +174,6 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def schema_of(operator: Any) -> Any:
     """Returns the schema of an operator's overload, with its name, arguments and aliases."""
     return operator._schema
-
-
-def is_joining(wrapper: Any) -> bool:
-    """Returns whether a `Joinable` of torch is running inside a `Join` context."""
-    return wrapper._join_config.enable
 
 
 def steps_in_backward(parameter: nn.Parameter) -> bool:

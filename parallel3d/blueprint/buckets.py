@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 MIB = 1024 * 1024
@@ -19,16 +19,9 @@ def padded_numel(numel: int, shards: int) -> int:
     return -(-numel // unit) * unit
 
 
-def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
-    """Returns the size in MiB at which each bucket closes; later buckets use the last one."""
-    if bucket_cap_mb is None:
-        return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
-    return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
-
-
 def assign(
     sizes: Iterable[int],
-    bucket_cap_mb: float | Sequence[float] | None,
+    bucket_cap_mb: float | None,
     alone: Collection[int] = (),
     accelerated: bool = False,
 ) -> list[list[int]]:
@@ -38,11 +31,13 @@ def assign(
     those of PyTorch's DDP: parameters are never split, and a bucket closes with the parameter that
     makes it reach its cap. If `bucket_cap_mb` is None, the first bucket closes at 1 MiB, so that
     communication starts early, and all others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on
-    an accelerator (`accelerated`). If several caps are given, each is for one bucket, and the last
-    one also for all later buckets. Each parameter whose index is in `alone` gets a bucket of its
+    an accelerator (`accelerated`). Each parameter whose index is in `alone` gets a bucket of its
     own, because both copies of a tied weight must be sharded in the same way.
     """
-    caps = caps_of(bucket_cap_mb, accelerated)
+    cap = bucket_cap_mb
+    if cap is None:
+        cap = ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB
+    first = FIRST_BUCKET_MIB if bucket_cap_mb is None else cap
     buckets: list[list[int]] = []
     current: list[int] = []
     filled = 0
@@ -52,7 +47,7 @@ def assign(
             current, filled = [], 0
         current.append(i)
         filled += size
-        if i in alone or filled >= caps[min(len(buckets), len(caps) - 1)] * MIB:
+        if i in alone or filled >= (cap if buckets else first) * MIB:
             buckets.append(current)
             current, filled = [], 0
     if current:

@@ -115,8 +115,6 @@ ALL = (
     *SUBCOMMANDS,
     *(f"{word} {verb}".strip() for word, (_, verbs) in FAMILIES.items() for verb in verbs),
 )
-# Subcommands of earlier versions → the commands that replace them in a checkout of the repository.
-MOVED = {"bench ddp": "python -m benchmarks.figures.ddp"}
 # This variable is set in jobs of a sweep that Hydra's submitit launcher runs without a terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
 
@@ -524,12 +522,7 @@ def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
 
 
 def _unknown_subcommand(arguments: list[str]) -> str:
-    word, moved = arguments[0], MOVED.get(" ".join(arguments[:2]))
-    if moved:
-        return (
-            f"{' '.join(arguments[:2])} is a benchmark of the repository now; from a checkout, "
-            f"run: {' '.join([moved, *arguments[2:]])}."
-        )
+    word = arguments[0]
     names = [*SUBCOMMANDS, *FAMILIES]
     hint = nearest_hint(word.lstrip("-"), names)
     if "=" in word:

@@ -19,26 +19,20 @@ class Reducer:
     Every rank therefore issues the same collectives in the same order, whatever the order in which
     its gradients arrive. Two classes use the counts. `engine.BucketedDataParallel` accumulates
     gradients in the buckets, and knows their number from the pipeline schedule.
-    `averager.GradientAverager` copies each `.grad` into a bucket, and learns from autograd when a
-    backward ends.
+    `gradient_mean.GradientMean` copies each `.grad` into a bucket once a backward.
 
     Args:
         members: for each bucket, the indices of its parameters.
         overlap: whether a bucket may start when it is full; if not, all buckets start at the end.
-        held: how many of the last buckets never start early.
 
     Attributes:
         left: for each parameter, the number of gradients that have not yet arrived.
-        arrivals: indices of the parameters, in the order in which their last gradients arrived.
         started: number of buckets whose reduction has been started.
     """
 
-    def __init__(
-        self, members: Sequence[Sequence[int]], overlap: bool = True, held: int = 0
-    ) -> None:
+    def __init__(self, members: Sequence[Sequence[int]], overlap: bool = True) -> None:
         self.members = members
         self.overlap = overlap
-        self.held = held
         self.bucket_of = {n: index for index, numbers in enumerate(members) for n in numbers}
         self.begin([0] * len(self.bucket_of))
 
@@ -46,7 +40,6 @@ class Reducer:
         """Begins a step or a backward, in which parameter i gets `expected[i]` gradients."""
         self.left = list(expected)
         self.missing = [len(numbers) for numbers in self.members]
-        self.arrivals: list[int] = []
         self.started = 0
 
     def arrived(self, number: int) -> int:
@@ -55,15 +48,13 @@ class Reducer:
         The result is below 0 if the gradient was not expected. After the last gradient, the caller
         calls `filled`.
         """
-        left = self.left[number] = self.left[number] - 1
-        if left == 0:
-            self.arrivals.append(number)
-        return left
+        self.left[number] -= 1
+        return self.left[number]
 
     def filled(self, number: int) -> range:
         """Notes that a parameter's gradient is in its bucket; returns the buckets to start now."""
         self.missing[self.bucket_of[number]] -= 1
-        first, end = self.started, len(self.members) - self.held
+        first, end = self.started, len(self.members)
         while self.overlap and self.started < end and not self.missing[self.started]:
             self.started += 1
         return range(first, self.started)

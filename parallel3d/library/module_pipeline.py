@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, check_agreement, dtype_of
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
-from parallel3d.data_parallel.averager import GradientAverager
-from parallel3d.data_parallel.transport import broadcast_all
+from parallel3d.data_parallel.gradient_mean import GradientMean
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.library.split_backward import SplitBackward
@@ -135,8 +134,8 @@ class Pipeline(nn.Module):
         self._mark()
         if self.dp.size > 1:  # every replica starts with the first one's values
             values = [*(p.detach() for p in self.parameters()), *self.buffers()]
-            broadcast_all(values, 0, self.dp)
-        self.averager: GradientAverager | None = None  # created in the first step with dp
+            collectives.broadcast_all(values, 0, self.dp)
+        self.mean: GradientMean | None = None  # created in the first step with dp
 
     def _mark(self) -> None:
         """Stores the group in the parameters' state, where `clip_grad_norm_` finds it.
@@ -182,13 +181,12 @@ class Pipeline(nn.Module):
         return loss
 
     def _average_gradients(self) -> None:
-        if self.averager is None:
-            named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
-            if not named:
+        if self.mean is None:
+            trained = [p for p in self.parameters() if p.requires_grad]
+            if not trained:
                 return
-            names, parameters = zip(*named, strict=True)
-            self.averager = GradientAverager(names, parameters, self.dp, measure=False, watch=False)
-        self.averager.average()
+            self.mean = GradientMean(trained, self.dp)
+        self.mean.average()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """Returns the mean loss of a batch like `step`, but computes no gradients."""

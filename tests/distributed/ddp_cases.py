@@ -77,7 +77,7 @@ class Frozen(Shared):
 
 
 class Twice(nn.Module):
-    """A layer checkpointed twice, by backwards inside the backward."""
+    """A layer checkpointed twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Twice(nn.Module):
     def forward(self, images: Tensor, *, shift: Tensor) -> Tensor:
         x = self.first(images.flatten(1)[:, :12] + shift)
         for _ in range(2):
-            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=True))
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=False))
         return self.head(x)
 
 
@@ -132,7 +132,6 @@ class Case:
 
     Attributes:
         micro: number of backwards in a step, all but the last under no_sync.
-        steps_of: number of steps for which a rank has inputs.
         to_none: argument of zero_grad.
     """
 
@@ -140,17 +139,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     micro: int = 1
     steps: int = 8
-    fewer: int = 0  # each rank has so many steps fewer than the preceding one
-    by_initial_size: bool = True
     to_none: bool = True
     shared_memory: bool = True
 
     def made(self) -> nn.Module:
         torch.manual_seed(7)
         return self.make()
-
-    def steps_of(self, rank: int) -> int:
-        return self.steps - rank * self.fewer
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         # Weight decay and momentum change parameters whose gradient is zero, but not parameters
@@ -163,11 +157,9 @@ def expected(case: Case, world: int) -> dict[str, Tensor]:
     net = case.made()
     optimizer = case.optimizer(net)
     for step in range(case.steps):
-        active = [rank for rank in range(world) if step < case.steps_of(rank)]
-        parts = world if case.by_initial_size else len(active)
         optimizer.zero_grad(case.to_none)
-        for rank in active:
+        for rank in range(world):
             for micro in range(case.micro):
-                (loss_of(net, batch_of(rank, case.micro * step + micro)) / parts).backward()
+                (loss_of(net, batch_of(rank, case.micro * step + micro)) / world).backward()
         optimizer.step()
     return dict(net.named_parameters())

@@ -251,10 +251,6 @@ def refusals() -> list[str]:
     stepping = made()
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     found.append(said(wrap, stepping, process_group=group))
-    net = made()
-    late = wrap(net, process_group=group)
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    found.append(said(loss_of, late, 0))
     return found
 
 

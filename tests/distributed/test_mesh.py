@@ -145,7 +145,7 @@ def every_kind_of_group() -> None:
         for kind in kinds:
             for a, b in zip(outputs(part, kind), wanted, strict=True):
                 torch.testing.assert_close(a, b)
-    net = p3d.DistributedDataParallel(nn.Linear(2, 2), device_mesh=groups.mesh["dp"])
+    net = p3d.DistributedDataParallel(nn.Linear(2, 2), process_group=groups.mesh["dp"])
     assert net.group.shared is not None  # our group, with its shared memory
     try:
         group_of(square)

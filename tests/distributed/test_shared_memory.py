@@ -3,7 +3,6 @@ leftovers."""
 
 from __future__ import annotations
 
-import datetime
 import errno
 import os
 import random
@@ -21,7 +20,6 @@ from parallel3d.comm import collectives, shared_memory
 from parallel3d.comm import shared_memory as shared_collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.transport import open_memory
 from parallel3d.pipeline.p2p import SLOTS, SharedP2P
 from tests.distributed.pool import Pool
 from tests.pace import in_time
@@ -143,19 +141,6 @@ def missing_peer(size: int) -> str:
 def test_a_missing_peer_is_named_after_the_timeout(pool: Pool) -> None:
     answers = pool.run(2, missing_peer, 2)
     assert answers[0] == "member 1 of the group has sent no signal for 0.3 s"
-
-
-def memory_of_a_group() -> float:
-    """Returns how long DDP's shared memory of a torch group waits for a peer."""
-    handle = dist.new_group(timeout=datetime.timedelta(seconds=7))
-    memory = open_memory(Group("dp", (0, 1), dist.get_rank(), handle), 64)
-    assert memory is not None
-    memory.close()
-    return memory.timeout_s
-
-
-def test_the_memory_of_a_group_waits_as_long_as_the_group(pool: Pool) -> None:
-    assert pool.run(2, memory_of_a_group) == [7.0, 7.0]
 
 
 def peer_that_lets_go(size: int) -> str:

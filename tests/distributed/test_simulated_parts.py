@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.figures.ddp.measures import Trial
 from parallel3d import DistributedDataParallel
 from parallel3d.comm.group import group_of
-from parallel3d.data_parallel.averager import GradientAverager
+from parallel3d.data_parallel.gradient_mean import GradientMean
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import waits
-from tests.distributed.test_ddp_figures import check_report, measured
 
 pytestmark = pytest.mark.nightly
 
@@ -72,12 +67,9 @@ def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | N
     """Returns the waits of an average after the backward in three buckets, and its result."""
     net = Net().to(here())
     net(torch.full((2, 4), 1.0 + dist.get_rank()).to(here()), uses[dist.get_rank()]).backward()
-    names, parameters = zip(*net.named_parameters(), strict=True)
-    averager = GradientAverager(
-        names, parameters, group_of(None), 80 / (1 << 20), measure=False, watch=False
-    )
+    mean = GradientMean(list(net.parameters()), group_of(None), 80 / (1 << 20))
     with waits() as seen:
-        averager.average()
+        mean.average()
     return seen, gradients(net)
 
 
@@ -92,24 +84,6 @@ def encoder_of_two_wrappers() -> list[list[float] | None]:
     return gradients(nets[0])
 
 
-def bench_and_check_parts(folder: Path) -> None:
-    """Each part of a step of the figures begins and ends when the device has finished all earlier
-    work."""
-    unfinished = []
-    plain = Trial._now
-
-    def now(self: Trial) -> float:
-        taken = plain(self)
-        stream = torch.get_device_module(here()).current_stream()
-        if not stream.query():
-            unfinished.append(stream)
-        return taken
-
-    with patch.object(Trial, "_now", now):
-        measured(folder)
-    assert not unfinished
-
-
 def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -120,14 +94,11 @@ def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> No
 def test_a_backward_of_ddp_makes_no_copy_that_waits(
     uses: list[bool], simulated: SimulatedPool
 ) -> None:
-    """It waits for the flags of the previous backward, and, if a gradient is missing, for the ranks
-    that have it."""
+    """It waits only if a gradient is missing, for the ranks that have it."""
     for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_backwards, uses), strict=True):
         same(grads, alone(uses))
-        checks = [why for why in seen if why.startswith("an event's") and "averager.py" in why]
-        flags = [why for why in seen if why.startswith("tolist") and "_hand_out" in why]
-        assert (len(checks), len(flags)) == (2, 0 if used else 2), seen
-        assert len(seen) == len(checks) + len(flags), seen
+        flags = [why for why in seen if why.startswith("tolist") and "finish" in why]
+        assert len(seen) == len(flags) == (0 if used else 2), seen
 
 
 def test_a_layer_under_two_wrappers_gets_the_mean_once(simulated: SimulatedPool) -> None:
@@ -145,11 +116,3 @@ def test_the_mean_of_pipelines_waits_once_at_most(
     for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_replicas, uses), strict=True):
         same(grads, alone(uses))
         assert len(seen) == (0 if used else 1), seen
-
-
-@pytest.mark.more
-def test_the_ddp_figures_compute_on_the_device_and_wait_for_it(
-    simulated: SimulatedPool, tmp_path: Path
-) -> None:
-    simulated.run(2, bench_and_check_parts, tmp_path)
-    check_report(tmp_path, {"backend"})

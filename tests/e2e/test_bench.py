@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import PARALLEL3D, Ended, Shell
-from tests.e2e.forked import Forked, run_forked
+from tests.e2e.forked import Forked
 from tests.e2e.here import answer
 from tests.e2e.watched import Watched
 
@@ -107,30 +107,6 @@ def test_impossible_measurements_are_refused_in_one_line(
 ) -> None:
     assert_refused(answer(shell, capfd, "bench", "comm", "device=cpu", *words), sentence)
     assert not (shell.cwd / "runs").exists()
-
-
-def test_bench_ddp_is_refused_with_the_command_of_the_benchmark(
-    shell: Shell, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ended = answer(shell, capfd, "bench", "ddp", "dp=4")
-    assert_refused(ended, "run: python -m benchmarks.figures.ddp dp=4.")
-
-
-FIGURES = """
-import runpy
-from tests.distributed.test_ddp_figures import shrunk
-with shrunk():
-    runpy.run_module("benchmarks.figures.ddp", run_name="__main__")
-"""
-
-
-@pytest.mark.more
-def test_the_ddp_figures_start_their_own_ranks(shell: Shell) -> None:
-    words = ("dp=2", "bench.budget_s=0.1", "bench.iterations=1", "bench.warmup=0", "run=d")
-    ended = run_forked(shell, "-c", FIGURES, *words, "device=cpu")
-    assert ended.code == 0, ended
-    assert "Figure 9" in ended.out
-    assert (shell.cwd / "runs" / "d" / "ddp_figures.md").exists()
 
 
 def test_a_single_rank_is_refused(shell: Shell) -> None:

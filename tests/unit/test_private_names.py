@@ -175,7 +175,7 @@ def gloo_options() -> tuple[list[Any], timedelta]:
     options = names.GlooOptions()
     names.set_devices(options, [dist.ProcessGroupGloo.create_device(interface="lo")])
     names.set_timeout(options, timedelta(seconds=7))
-    return ["lo"] * len(options._devices), names.timeout_of_options(options)
+    return ["lo"] * len(options._devices), options._timeout
 
 
 def in_a_world(what: Callable[[], bool]) -> bool:
@@ -196,7 +196,7 @@ def the_world_has_a_backend() -> bool:
     backend = names.backend_for(dist.group.WORLD, torch.device("cpu"))
     name = names.world_state.pg_names[dist.group.WORLD]
     return (
-        names.timeout_of_options(backend.options) > timedelta(seconds=1)
+        backend.options._timeout > timedelta(seconds=1)
         and name == dist.group.WORLD.group_name
         and names.default_store().num_keys() > 0
     )
@@ -287,7 +287,6 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
     ],
     "default_store": lambda: in_a_world(the_world_has_a_backend),
     "world_state": lambda: in_a_world(the_world_has_a_backend),
-    "timeout_of_options": lambda: in_a_world(the_world_has_a_backend),
     "GlooOptions": lambda: gloo_options() == (["lo"], timedelta(seconds=7)),
     "root_of_mesh": lambda: in_a_world(a_slice_knows_its_mesh),
     "self_recording_backends": lambda: (
@@ -328,7 +327,6 @@ def test_every_private_name_behaves_as_expected(name: str) -> None:
 
 def test_modules_and_operators_have_their_tables() -> None:
     norm = nn.BatchNorm1d(2)
-    assert names.buffers_of(norm)["running_mean"] is norm.running_mean
     parameters, modules = names.tables_of(nn.Sequential(norm))
     assert not parameters and modules == {"0": norm}
     assert names.tables_of(norm)[0]["weight"] is norm.weight
@@ -355,23 +353,8 @@ def test_a_tokenizer_can_read_special_tokens_as_text() -> None:
 
 @pytest.mark.nightly
 def test_marks_that_torch_sets_are_found() -> None:
-    from torch.distributed.algorithms import Joinable
-    from torch.distributed.algorithms.join import _JoinConfig
     from torch.distributed.fsdp._flat_param import FlatParameter
     from torch.distributed.optim import _apply_optimizer_in_backward
-
-    class Joining(Joinable):
-        join_hook = join_device = join_process_group = None  # type: ignore[assignment]
-
-        def __init__(self) -> None:
-            super().__init__()
-
-    joining = Joining()
-    assert not names.is_joining(joining)
-    joining._join_config = _JoinConfig(
-        enable=True, throw_on_early_termination=False, is_first_joinable=True
-    )
-    assert names.is_joining(joining)
 
     stepping, plain = nn.Linear(1, 1), nn.Linear(1, 1)
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})

@@ -23,13 +23,13 @@ from parallel3d.parameters.spec import ParameterSpec
 from parallel3d.parameters.state import spec_of, state_of
 
 
-@pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0, [0.5, 4.0], [3.0, 0.5, 1.0]])
-def test_assignment_is_that_of_ddp(cap: float | list[float] | None) -> None:
+@pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0])
+def test_assignment_is_that_of_ddp(cap: float | None) -> None:
     rng = random.Random(1)
     for _ in range(20):
         sizes = [rng.randrange(1, 2 * MIB) for _ in range(rng.randrange(1, 40))]
         tensors = [torch.empty(0, dtype=torch.uint8).new_empty(size) for size in sizes]
-        caps = [1.0, 25.0] if cap is None else cap if isinstance(cap, list) else [cap]
+        caps = [1.0, 25.0] if cap is None else [cap]
         limits = [int(c * MIB) for c in caps]
         expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
         assert assign(sizes, cap) == expected

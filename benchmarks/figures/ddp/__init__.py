@@ -1,1 +1,0 @@
-"""Measures the figures of Li et al. 2020 with our DistributedDataParallel (docs/ddp.md)."""
