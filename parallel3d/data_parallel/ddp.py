@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from parallel3d.comm.collectives import broadcast_all
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group, GroupLike, group_of
+from parallel3d.data_parallel.broadcast import broadcast_all
 from parallel3d.data_parallel.gradient_mean import GradientMean
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.private_names import (

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, check_agreement, dtype_of
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
+from parallel3d.data_parallel.broadcast import broadcast_all
 from parallel3d.data_parallel.gradient_mean import GradientMean
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
@@ -134,7 +135,7 @@ class Pipeline(nn.Module):
         self._mark()
         if self.dp.size > 1:  # every replica starts with the first one's values
             values = [*(p.detach() for p in self.parameters()), *self.buffers()]
-            collectives.broadcast_all(values, 0, self.dp)
+            broadcast_all(values, 0, self.dp)
         self.mean: GradientMean | None = None  # created in the first step with dp
 
     def _mark(self) -> None:
