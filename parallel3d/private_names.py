@@ -49,7 +49,6 @@ NAMES = {
     "cpu_flash_forward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "cpu_flash_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "math_attention": "torch:ops.aten._scaled_dot_product_attention_math",
-    "linear_pointwise": "torch:ops.mkldnn._linear_pointwise",
     "aten_foreach_copy_": "torch:ops.aten._foreach_copy_",
     "aten_fused_sgd_": "torch:ops.aten._fused_sgd_",
     "to_copy": "torch:ops.aten._to_copy",

@@ -238,10 +238,6 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
     "math_attention": lambda: (
         names.math_attention(*queries(), is_causal=True, scale=None)[0].shape == (1, 2, 3, 8)
     ),
-    "linear_pointwise": lambda: (
-        names.linear_pointwise(torch.ones(2, 3), torch.ones(4, 3), None, "none", [], "").tolist()
-        == [[3] * 4] * 2
-    ),
     "aten_foreach_copy_": lambda: arguments(names.aten_foreach_copy_)[:2] == ["self", "src"],
     "aten_fused_sgd_": lambda: arguments(names.aten_fused_sgd_)[:2] == ["self", "grads"],
     "to_copy": lambda: {"dtype", "device", "non_blocking"} <= set(arguments(names.to_copy)),
