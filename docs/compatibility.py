@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel3d.config.conflicts import Condition, Conflict
 from parallel3d.config.fields import all_keys, spell
-from parallel3d.run_config import CONFLICTS
+from parallel3d.run_config import CONFLICTS, Config
 
 INTRO = """\
 # Compatibility of features
@@ -54,7 +54,7 @@ NOT_BUILT = {
 
 def example(conflict: Conflict) -> dict[str, Any]:
     """Returns a value of each key with which the conflict holds."""
-    keys = all_keys()
+    keys = all_keys(Config)
     return {
         name: condition.example(keys[name].default, keys[name].tried)
         for name, condition in conflict.settings.items()
@@ -70,7 +70,7 @@ def settings(conflict: Conflict) -> Iterator[str]:
 
 def values(name: str, condition: Condition) -> list[Any]:
     """Returns the values of a key with a few of them for which a condition holds."""
-    key = all_keys()[name]
+    key = all_keys(Config)[name]
     few: tuple[Any, ...] = key.meta["choices"] or (key.tried if name == "zero" else ())
     return [value for value in few if condition(value)]
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from parallel3d.cli.overrides import groups, presets
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import (
     Key,
     all_keys,
     allowed,
     megatron_flags,
+    sections_of,
     show,
-    typed_name,
 )
-from parallel3d.config.overrides import groups, presets
-from parallel3d.run_config import Config, conf_dir, sections_of
+from parallel3d.run_config import Config, conf_dir
 
 INTRO = """\
 # Configuration
@@ -125,7 +125,7 @@ def _sections() -> str:
 
 def _megatron_table() -> str:
     rows = [
-        (f"`{flag}`", f"`{typed_name(name)}`", row.differs or "")
+        (f"`{flag}`", f"`{all_keys(Config)[name].typed}`", row.differs or "")
         for name, row in megatron_flags().items()
         for flag in row.flags
     ]

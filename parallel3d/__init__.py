@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel3d.blueprint.layout import Layout
+    from parallel3d.cli.overrides import compose
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.commands.verify import verify
-    from parallel3d.config.checks import check_config
-    from parallel3d.config.overrides import compose
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
     from parallel3d.data_parallel.ddp import DistributedDataParallel
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from parallel3d.library.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.library.training_state import load, save
     from parallel3d.run.launch import Worker
-    from parallel3d.run_config import Config
+    from parallel3d.run_config import Config, check_config
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from parallel3d.trainer import Trainer
@@ -81,10 +80,10 @@ _HOME = {
     "UserError": "parallel3d.errors",
     "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
     "Worker": "parallel3d.run.launch",
-    "check_config": "parallel3d.config.checks",
+    "check_config": "parallel3d.run_config",
     "check_replicated": "parallel3d.library.grad_norm",
     "clip_grad_norm_": "parallel3d.library.grad_norm",
-    "compose": "parallel3d.config.overrides",
+    "compose": "parallel3d.cli.overrides",
     "context_parallel_attention": "parallel3d.library.sequences",
     "full_state_dict": "parallel3d.library.state_dicts",
     "init": "parallel3d.library.init",

@@ -23,7 +23,6 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.checks import check_config
 from parallel3d.config.length import Length, clock_of
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch, with_length
@@ -44,7 +43,7 @@ from parallel3d.parameters.slices import (
     state_slice,
     with_averages,
 )
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tensor_parallel.partial_gradients import (

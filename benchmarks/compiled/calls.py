@@ -28,10 +28,9 @@ from torch import Tensor
 import parallel3d
 from benchmarks.compiled.mixtures import RANKS, TOKENS, shapes
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.checks import check_config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.simulated_device import enable
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.trainer import Trainer

@@ -28,12 +28,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.inputs.fuzz_words import Drawn
 from parallel3d.cli import command_line, hydra_run
-from parallel3d.config.checks import check_config
-from parallel3d.config.fields import all_keys
-from parallel3d.config.overrides import composing_error, config_of, groups, presets, register
+from parallel3d.cli.overrides import composing_error, config_of, groups, presets, register
+from parallel3d.config.fields import all_keys, sections_of
 from parallel3d.errors import UserError, readable
 from parallel3d.run.failure import full_stop
-from parallel3d.run_config import Config, conf_dir, sections_of
+from parallel3d.run_config import Config, check_config, conf_dir
 
 SECONDS = 2.0
 LONGEST = 2000  # maximum number of characters of a sentence
@@ -191,7 +190,7 @@ def fault(sentence: str, words: Sequence[str]) -> str | None:
         return f"has {len(sentence)} characters"
     if sentence.startswith("The configuration cannot be read"):
         return "it is Hydra's sentence, not ours"
-    names = {name for key in all_keys() for name in (key, key.rpartition(".")[2])}
+    names = {name for key in all_keys(Config) for name in (key, key.rpartition(".")[2])}
     names |= {
         *sections_of(Config),
         *groups(),

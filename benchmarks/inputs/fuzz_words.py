@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.inputs.fuzz_values import HUGE, NUMBERS, OBJECTS, ODD, REFERENCES, TEXTS
-from parallel3d.config.fields import Key, all_keys, show, typed_name
-from parallel3d.config.overrides import groups, presets
-from parallel3d.run_config import CONFLICTS, Config, sections_of
+from parallel3d.cli.overrides import groups, presets
+from parallel3d.config.fields import Key, all_keys, sections_of
+from parallel3d.run_config import CONFLICTS, Config
 
 # Keys of the machine, of paths, of other subcommands, and of the length of the run.
 NOT_THE_ENGINES = (
@@ -36,7 +36,7 @@ def draw(seed: object, number: int) -> Drawn:
     """Returns the configuration `number`: its first key is number `number` of all keys,
     cyclically."""
     rng = random.Random(f"{seed} {number}")
-    keys = list(all_keys().values())
+    keys = list(all_keys(Config).values())
     first = keys[number % len(keys)]
     kind = rng.choices((hostile, sensible, large, odd, excluded), weights=(4, 3, 2, 1, 1))[0]
     words = kind(first, rng)
@@ -52,7 +52,7 @@ def trainable(rng: random.Random) -> Drawn:
     tp, pp, dp = rng.choice(
         [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 4) for d in (1, 2, 4) if t * p * d <= 4]
     )
-    keys = [key for key in all_keys().values() if not key.name.startswith(NOT_THE_ENGINES)]
+    keys = [key for key in all_keys(Config).values() if not key.name.startswith(NOT_THE_ENGINES)]
     words = [f"tp={tp}", f"pp={pp}", f"dp={dp}"]
     for key in rng.sample(keys, rng.randint(2, 7)):
         value = sensible_value(key, rng)
@@ -64,7 +64,7 @@ def trainable(rng: random.Random) -> Drawn:
 def by_hand(seed: object, number: int) -> tuple[dict[str, Any], Any]:
     """Returns values by key of a `Config` that a user fills in in Python, and a world size."""
     rng = random.Random(f"{seed} {number}")
-    keys = list(all_keys().values())
+    keys = list(all_keys(Config).values())
     values = {
         key.name: _object(key, rng) for key in (keys[number % len(keys)], *_more(rng, (0, 2)))
     }
@@ -98,7 +98,7 @@ def sensible(first: Key, rng: random.Random) -> list[str]:
 
 def large(first: Key, rng: random.Random) -> list[str]:
     """Returns sizes far beyond any machine, which divide each other or do not."""
-    numeric = [key for key in all_keys().values() if key.kind in (int, float)]
+    numeric = [key for key in all_keys(Config).values() if key.kind in (int, float)]
     sizes = [key for key in numeric if "." not in key.name or key.name.startswith("model.")]
     unit = rng.choice(HUGE)
     words = [_assign(first, _any_value(rng) if rng.random() < 0.1 else str(unit), rng)]
@@ -111,11 +111,11 @@ def large(first: Key, rng: random.Random) -> list[str]:
 def excluded(first: Key, rng: random.Random) -> list[str]:
     """Returns settings that exclude each other by a row of `CONFLICTS`, and a value of another
     key."""
-    keys = all_keys()
+    keys = all_keys(Config)
     words = [_assign(first, sensible_value(first, rng), rng)]
     for name, condition in rng.choice(CONFLICTS).settings.items():
         value = condition.example(keys[name].default, keys[name].tried)
-        words.append(f"{typed_name(name)}={show(value)}")
+        words.append(keys[name].spelled(value))
     return words
 
 
@@ -153,7 +153,7 @@ def _whole(key: Key, rng: random.Random) -> int:
 
 
 def _more(rng: random.Random, counts: tuple[int, ...]) -> list[Key]:
-    return rng.sample(list(all_keys().values()), rng.choice(counts))
+    return rng.sample(list(all_keys(Config).values()), rng.choice(counts))
 
 
 def _any_value(rng: random.Random) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_config
 from parallel3d.data_parallel.keys import DataParallelConfig
 from parallel3d.errors import UserError
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
+from parallel3d.run_config import check_config
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED
 from parallel3d.topology.assumptions import preset
 

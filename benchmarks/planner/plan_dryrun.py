@@ -27,13 +27,13 @@ from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.commands.dryrun import find_facts
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_config
 from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import host_memory, peak_memory
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import check_config
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.topology.assumptions import preset
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     PARAMETER,
@@ -44,7 +45,6 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config import identity
 from parallel3d.config.length import Length
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.corpus import Blend, history_until

@@ -34,8 +34,10 @@ from parallel3d.cli.hydra_run import (
     order_arguments,
     without_alias,
 )
+from parallel3d.cli.overrides import check_filled, composing_error, config_of, typed_alternatives
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, Subcommand, refuse_options_of_others
 from parallel3d.cli.verbs import HELP, Verb
+from parallel3d.cli.words import last_of_each
 from parallel3d.commands import data as data_command
 from parallel3d.commands.checkpoint import command as checkpoint_command
 from parallel3d.commands.from_run import (
@@ -51,13 +53,6 @@ from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
 from parallel3d.commands.report.command import KEYS as REPORT_KEYS
 from parallel3d.commands.report.command import report
 from parallel3d.config.fields import check_fields
-from parallel3d.config.overrides import (
-    check_filled,
-    composing_error,
-    config_of,
-    typed_alternatives,
-)
-from parallel3d.config.words import last_of_each
 from parallel3d.data.chat import with_date
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.keys import DataConfig

@@ -16,22 +16,21 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from parallel3d.config.checks import check_config, with_derived_keys
+from parallel3d.checkpoint.identity import flat
+from parallel3d.cli.overrides import experiment_files, groups
+from parallel3d.cli.words import option
 from parallel3d.config.fields import (
     Key,
     all_keys,
     check_value,
+    sections_of,
     show,
-    spell,
     values_of,
     with_values,
 )
-from parallel3d.config.identity import flat
-from parallel3d.config.overrides import experiment_files, groups
 from parallel3d.config.values import FREE, LAYOUT
-from parallel3d.config.words import option
 from parallel3d.errors import UserError
-from parallel3d.run_config import ALTERNATIVES, OPTIONS, Config, sections_of
+from parallel3d.run_config import ALTERNATIVES, OPTIONS, Config, check_config, with_derived_keys
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
@@ -103,7 +102,7 @@ def continued(
     Raises UserError for a value of the last start that this version no longer allows.
     """
     old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
-    left = {name for name, key in all_keys().items() if key.meta["once"]}
+    left = {name for name, key in all_keys(Config).items() if key.meta["once"]}
     left |= {"prompt", *(f"{name}." for name in OPTIONS)}
     if "layout" in given:
         left |= {*OF_THE_PLANNER}
@@ -132,7 +131,7 @@ def continued(
     changes = {key: value for key, value in taken.items() if new[key] != value}
     for key, value in changes.items():
         try:
-            check_value(key, value)
+            check_value(key, value, Config)
         except UserError as error:  # an older version allowed the value
             raise UserError(f"run={config.run}, at its last start: {error}") from None
     found = with_values(config, taken)
@@ -145,7 +144,11 @@ def continued(
     parts = []
     if kept:
         parts.append(f"values kept from its last start: {_shown(kept)}")
-    if gone := [f"{spell(k, before[k])} (now {show(now[k])})" for k in before if k in lost]:
+    if gone := [
+        f"{all_keys(Config)[k].spelled(before[k])} (now {show(now[k])})"
+        for k in before
+        if k in lost
+    ]:
         parts.append(f"values that do not fit the layout of now: {_shown(gone)}")
     return found, f"run={config.run}: {'; '.join(parts)}" if parts else None
 
@@ -162,7 +165,9 @@ def _has_other_layout(config: Config, there: Config, world_size: int | None) -> 
     """
     ranks = world_size or config.world_size
     before, now = values_of(there), values_of(config)
-    layout = [name for name, key in all_keys().items() if key.resume == LAYOUT and name != "dp"]
+    layout = [
+        name for name, key in all_keys(Config).items() if key.resume == LAYOUT and name != "dp"
+    ]
     return ranks != there.world_size or any(before[name] != now[name] for name in layout)
 
 
@@ -175,7 +180,7 @@ def _refitted(
     divisor that fits (a stage of ZeRO, the next lower one), any other key its value in `fresh`. If
     the configuration remains invalid, it is returned unchanged, and the later check says why.
     """
-    keys = [key for name, key in all_keys().items() if name in taken]
+    keys = [key for name, key in all_keys(Config).items() if name in taken]
     keys = [key for key in keys if key.resume in (FREE, LAYOUT) and key.name not in (*SIZES, "dp")]
     usual = values_of(fresh)
     first = _refusal(config, world_size)

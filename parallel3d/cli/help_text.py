@@ -8,13 +8,13 @@ from pathlib import Path
 from textwrap import dedent, indent, wrap
 from typing import NamedTuple
 
+from parallel3d.cli.overrides import groups, presets
 from parallel3d.cli.subcommands import SUBCOMMANDS, Subcommand
 from parallel3d.cli.verbs import Verb
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.fields import Key, all_keys, allowed, spell, unknown_key
-from parallel3d.config.overrides import groups, presets
+from parallel3d.config.fields import Key, all_keys, allowed, sections_of, spell, unknown_key
 from parallel3d.errors import UserError
-from parallel3d.run_config import CONFLICTS, conf_dir, sections_of
+from parallel3d.run_config import CONFLICTS, Config, conf_dir
 
 WIDTH = 92  # maximum number of columns in the help of a key
 
@@ -186,7 +186,7 @@ def of_subcommand(command: Subcommand, own: Path | None) -> str:
     about, examples, most_used = COMMANDS[app]
     keys, section = all_keys(command.schema), f"{app.split()[0]}."
     names = [name for name in keys if name.startswith(section) or name in most_used]
-    rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in names]
+    rows = [(keys[name].spelled(keys[name].default), keys[name].meta["help"]) for name in names]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
     groups_there = "\n".join(f"  {group}: {', '.join(presets(group, own))}" for group in groups())
@@ -212,7 +212,7 @@ def of_names(names: Sequence[str]) -> str:
         elif name in keys:
             inside = [keys[name]]
         else:
-            raise UserError(unknown_key(name, schema=CommandConfig))
+            raise UserError(unknown_key(name, CommandConfig))
         shown += [_of_key(key) for key in inside]
     return "\n".join(shown)
 
@@ -222,12 +222,12 @@ def _of_key(key: Key) -> str:
     texts = [key.meta["help"], f"must be {allowed(key)}"]
     texts += [f"refused: {text}" for text in _excluded(key.name)]
     lines = [line for text in texts for line in wrap(text, WIDTH)]
-    return "\n".join([spell(key.name, key.default), *(f"    {line}" for line in lines)])
+    return "\n".join([key.spelled(key.default), *(f"    {line}" for line in lines)])
 
 
 def _excluded(name: str) -> Iterator[str]:
     """Yields each conflict of a key: the conflicting settings, as a user would type them."""
-    keys = all_keys()
+    keys = all_keys(Config)
     for conflict in CONFLICTS:
         if name in conflict.settings:
             typed = {

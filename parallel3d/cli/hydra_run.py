@@ -18,7 +18,7 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 
-from parallel3d.config.overrides import VERSION, check_overrides, compose_tree, register
+from parallel3d.cli.overrides import VERSION, check_overrides, compose_tree, register
 from parallel3d.config.paths import at_home, check_path
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments

@@ -11,11 +11,10 @@ from parallel3d.commands.bench.checks import check_communication
 from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.from_run import EVAL, GENERATE
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_config, single_process
-from parallel3d.config.fields import all_keys
+from parallel3d.config.fields import all_keys, sections_of
 from parallel3d.errors import UserError
 from parallel3d.run.directory import CONFIG_FILE
-from parallel3d.run_config import Config, sections_of
+from parallel3d.run_config import Config, check_config, single_process
 
 TRAIN, VERIFY, BENCH = "train", "verify", "bench comm"
 OWNERS = {"prompt": GENERATE}  # option outside of any section → the subcommand that it belongs to

@@ -17,6 +17,7 @@ from parallel3d.config.fields import all_keys, nearest_key, show
 from parallel3d.config.paths import at_home, check_path
 from parallel3d.errors import UserError, nearest, nearest_hint, print_line
 from parallel3d.files import plain
+from parallel3d.run_config import Config
 
 HELP = frozenset(("-h", "--help"))
 
@@ -175,13 +176,17 @@ def true_or_false(key: str, given: Mapping[str, str], default: bool) -> bool:
 
 def _is_of_configuration(key: str) -> bool:
     bare = key.lstrip("+~")
-    return bare in all_keys() or "." in bare or bare in {k.split(".")[0] for k in all_keys()}
+    return (
+        bare in all_keys(Config)
+        or "." in bare
+        or bare in {k.split(".")[0] for k in all_keys(Config)}
+    )
 
 
 def _unknown(verb: Verb, key: str) -> str:
     close = nearest(key.lstrip("-"), verb.keys)
     if close is None and verb.free:
-        close = nearest_key(key)
+        close = nearest_key(key, Config)
     hint = f"; the nearest is {close}" if close else ""
     return f"{key} is not one of its keys ({', '.join(verb.keys)}){hint}"
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.commands.plan import Plan, held, searched, typed_keys, without_overlap
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.profiled_cost import check_device, read
@@ -22,7 +21,7 @@ from parallel3d.estimate.search import best, configure, reason
 from parallel3d.host.devices import CPU, choose_device, device_name
 from parallel3d.host.quotas import available_cores, cores
 from parallel3d.run.launcher_environment import RankAssignment
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 

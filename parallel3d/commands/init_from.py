@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel3d.checkpoint.identity import ConfigChange, changes
 from parallel3d.checkpoint.manifest import (
     PARAMETER,
     DamagedCheckpoint,
@@ -23,8 +24,7 @@ from parallel3d.checkpoint.manifest import (
     step_of,
 )
 from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, run_names
-from parallel3d.config.fields import all_keys, check_fields, spell
-from parallel3d.config.identity import ConfigChange, changes
+from parallel3d.config.fields import all_keys, check_fields, show, spell
 from parallel3d.data.tokenizer import (
     BYTE,
     FOLDER,
@@ -242,7 +242,7 @@ def model_from(
         elif here != there:
             may = ", ".join(f"model.{key}" for key in MAY_DIFFER)
             raise UserError(
-                f"{spell(f'model.{key}', here)}: {where} gives {spell(f'model.{key}', there)}; "
+                f"model.{key}={show(here)}: {where} gives model.{key}={show(there)}; "
                 f"keys that may differ are {may}"
             )
     if positions is not None and model.seq_length > positions:
@@ -263,7 +263,7 @@ def keeping_biases(
     run whose training continues, which keeps its rate.
     """
     rate = config.moe.bias_update_rate
-    if not config.model.router_bias or is_given(RATE) or rate != all_keys()[RATE].default:
+    if not config.model.router_bias or is_given(RATE) or rate != all_keys(Config)[RATE].default:
         return config
     rate = 0.0 if there is None else float(there.get("moe", {}).get("bias_update_rate", rate))
     return dataclasses.replace(config, moe=dataclasses.replace(config.moe, bias_update_rate=rate))

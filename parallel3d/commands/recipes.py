@@ -7,12 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parallel3d.cli.overrides import composed, left_open, presets
 from parallel3d.cli.verbs import Verb, run_verb
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show
-from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.run_config import Config, conf_dir
+from parallel3d.run_config import Config, check_config, conf_dir
 from parallel3d.text import aligned, si
 
 RECIPES, INIT = "recipes", "init"

@@ -30,7 +30,6 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.options import CommandConfig, VerifyConfig
-from parallel3d.config.checks import single_process
 from parallel3d.config.fields import spell, with_values
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
@@ -42,7 +41,7 @@ from parallel3d.optim.keys import OptimConfig
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.run.launch import Worker
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, single_process
 from parallel3d.trainer import StepResult, Trainer
 
 

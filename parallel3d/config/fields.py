@@ -1,4 +1,8 @@
-"""Lists the keys with their types and ranges, as the dataclasses declare them; checks values."""
+"""Lists the keys of a schema with their types and ranges, and checks values.
+
+A schema is a dataclass with keys and with sections, which are dataclasses of keys. `run_config` has
+the schema of a run, and `commands/options.py` that of all subcommands.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
 from parallel3d.config.values import RANKS, REPORTED, words_of
 from parallel3d.errors import UserError, nearest
-from parallel3d.run_config import Config, sections_of
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+AnyKeys = TypeVar("AnyKeys", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,15 @@ class Key:
     def leaf(self) -> str:
         """Returns the name without its section."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def typed(self) -> str:
+        """Returns the name on the command line: a preset's group, or the name itself."""
+        return self.name.removesuffix(".name") if self.meta["choices"] else self.name
+
+    def spelled(self, value: Any) -> str:
+        """Returns `key=value` as on the command line."""
+        return f"{self.typed}={show(value)}"
 
 
 # New names of keys that were renamed, by their old names.
@@ -124,24 +139,34 @@ def fits_64_bits(number: int) -> bool:
 
 
 def spell(name: str, value: Any) -> str:
-    """Returns `key=value` as on the command line, with a preset's group: `precision=fp16`."""
-    return f"{typed_name(name)}={show(value)}"
+    """Returns `key=value` as on the command line, with a preset's group: `precision=fp16`.
+
+    `name` must not be the name of a preset that only logs show; `Key.spelled` spells any key.
+    """
+    return f"{name.removesuffix('.name')}={show(value)}"
 
 
-def typed_name(name: str) -> str:
-    """Returns the name of a key on the command line: a preset's group, or the key itself."""
-    key = all_keys().get(name)
-    return name.removesuffix(".name") if key and key.meta["choices"] else name
+def sections_of(schema: type) -> dict[str, type]:
+    """Returns the sections of a schema and their dataclasses, by name."""
+    found: dict[str, type] = _sections_of(typing.cast(Any, schema))
+    return found
 
 
-def all_keys(schema: type[Config] = Config) -> dict[str, Key]:
+@functools.cache
+def _sections_of(schema: type) -> dict[str, type]:
+    return {
+        n: type(value) for n, value in vars(schema()).items() if dataclasses.is_dataclass(value)
+    }
+
+
+def all_keys(schema: type) -> dict[str, Key]:
     """Returns all keys of a schema by their dotted names, in the order of declaration."""
     found: dict[str, Key] = _all_keys(typing.cast(Any, schema))
     return found
 
 
 @functools.cache
-def _all_keys(schema: type[Config]) -> dict[str, Key]:
+def _all_keys(schema: type) -> dict[str, Key]:
     sections = {"": schema} | sections_of(schema)
     keys = [key for section, cls in sections.items() for key in _keys_of(section, cls)]
     return {key.name: key for key in keys}
@@ -174,12 +199,12 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
         )
 
 
-def values_of(config: Config) -> dict[str, Any]:
+def values_of(config: DataclassInstance) -> dict[str, Any]:
     """Returns the values of all keys by their dotted names."""
     return {name: attrgetter(name)(config) for name in all_keys(type(config))}
 
 
-def with_values(config: AnyConfig, values: Mapping[str, Any]) -> AnyConfig:
+def with_values(config: AnyKeys, values: Mapping[str, Any]) -> AnyKeys:
     """Returns a copy of the configuration with new values, which are given by dotted names."""
     changed: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     for section in sections_of(type(config)):
@@ -210,7 +235,7 @@ def megatron_flags() -> dict[str, MegatronFlags]:
     }
 
 
-def nearest_key(given: str, schema: type[Config] = Config) -> str | None:
+def nearest_key(given: str, schema: type) -> str | None:
     """Returns the key that `given` most likely means, or None if nothing is close.
 
     It tries the names of keys, Megatron-LM's flags, names of keys without their section, and then
@@ -235,7 +260,7 @@ def nearest_key(given: str, schema: type[Config] = Config) -> str | None:
     return close and spellings.get(close, close)
 
 
-def unknown_key(given: str, value: Any = None, schema: type[Config] = Config) -> str:
+def unknown_key(given: str, schema: type, value: Any = None) -> str:
     """Returns the sentence that refuses an unknown key and names the nearest one."""
     typed = given if value is None else f"{given}={show(value)}"
     if given in RENAMED:
@@ -248,7 +273,8 @@ def unknown_key(given: str, value: Any = None, schema: type[Config] = Config) ->
     else:
         row = megatron_flags().get(name, MegatronFlags())
         flags, differs = [flag.strip("-") for flag in row.flags], row.differs
-        close = f"the nearest is {typed_name(name)}"
+        key = all_keys(schema).get(name)
+        close = f"the nearest is {key.typed if key else name}"
         if differs and given.strip("-").replace("_", "-") in flags:
             close += f" ({differs})"
     if given.startswith("-"):
@@ -326,19 +352,17 @@ def _is_rank(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def check_value(name: str, value: Any, schema: type[Config] = Config) -> None:
+def check_value(name: str, value: Any, schema: type) -> None:
     """Raises UserError if the key `name` cannot have this value."""
     key = all_keys(schema)[name]
     if value is None and key.optional:
         return
     if isinstance(value, str) and (now := RENAMED_VALUES.get((key.name, value))):
-        raise UserError(
-            f"{spell(key.name, value)}: {value} is now {now}; use {spell(key.name, now)}."
-        )
+        raise UserError(f"{key.spelled(value)}: {value} is now {now}; use {key.spelled(now)}.")
     if isinstance(value, str) and (close := REMOVED_VALUES.get((key.name, value))):
         raise UserError(
-            f"{spell(key.name, value)}: {value} is no longer a value of {typed_name(key.name)}; "
-            f"the nearest is {spell(key.name, close)}."
+            f"{key.spelled(value)}: {value} is no longer a value of {key.typed}; "
+            f"the nearest is {key.spelled(close)}."
         )
     near = _nearest_to(key, value)
     if near is not value:
@@ -346,13 +370,13 @@ def check_value(name: str, value: Any, schema: type[Config] = Config) -> None:
         also = ", and fit into 64 bits" if is_long else ""
         raise UserError(
             f"{key.name}={show(value)} must be {allowed(key)}{also}; the nearest is "
-            f"{spell(key.name, near)}."
+            f"{key.spelled(near)}."
         )
     for path in paths_in(value, key.holds):
         check_path(key.name, path)
 
 
-def check_fields(config: Config) -> None:
+def check_fields(config: DataclassInstance) -> None:
     """Raises UserError for an unknown key, and for a key whose type or range is wrong."""
     schema = type(config)
     for section, cls in ({"": schema} | sections_of(schema)).items():
@@ -364,7 +388,7 @@ def check_fields(config: Config) -> None:
         for name in vars(found):
             if name not in declared:
                 given = f"{section}.{name}".lstrip(".")
-                raise UserError(unknown_key(given, getattr(found, name), schema))
+                raise UserError(unknown_key(given, schema, getattr(found, name)))
     for name, value in values_of(config).items():
         check_value(name, value, schema)
 

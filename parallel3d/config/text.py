@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from parallel3d.config.fields import AnyConfig, all_keys, values_of, with_values
+from parallel3d.config.fields import AnyKeys, Key, all_keys, values_of, with_values
 from parallel3d.config.paths import at_home, with_texts_of_variables
 from parallel3d.config.values import RANKS
 from parallel3d.errors import UserError
@@ -65,31 +65,32 @@ for _kind in ("timestamp", "value"):  # dates, and a lone "="
     _Loader.add_constructor(f"{_YAML}{_kind}", _Loader.construct_scalar)
 
 
-def read_yaml(path: Path, package: str = "") -> Any:
+def read_yaml(path: Path, keys: Mapping[str, Key], package: str = "") -> Any:
     """Returns the content of a YAML file of the configuration.
 
     Args:
         path: the file.
+        keys: all keys by name, whose types its text gets.
         package: dotted name of the section to which its keys belong; "" stands for the top level.
 
     Raises OSError, and yaml's errors.
     """
     with path.open(encoding="utf-8") as file:
-        return _in_place(yaml.load(file, _Loader), package)
+        return _in_place(yaml.load(file, _Loader), keys, package)
 
 
-def _in_place(value: Any, place: str) -> Any:
+def _in_place(value: Any, keys: Mapping[str, Key], place: str) -> Any:
     """Returns a value with `~` in paths expanded, and hexadecimal and binary numbers converted."""
-    key = all_keys().get(place)
+    key = keys.get(place)
     if isinstance(value, str):
         value = with_texts_of_variables(value)
     if isinstance(value, list):
-        return [_in_place(item, f"{place}[]") for item in value]
+        return [_in_place(item, keys, f"{place}[]") for item in value]
     if key is None:
         if not isinstance(value, dict):
             return value
         dot = f"{place}." if place else ""
-        return {name: _in_place(inside, f"{dot}{name}") for name, inside in value.items()}
+        return {name: _in_place(inside, keys, f"{dot}{name}") for name, inside in value.items()}
     if isinstance(value, str) and key.holds is Path:
         return at_home(value)
     if isinstance(value, str) and key.kind in (int, float) and _BASED.fullmatch(value):
@@ -111,7 +112,7 @@ def number_of(text: Any) -> Any:
     return text
 
 
-def with_text(config: AnyConfig) -> AnyConfig:
+def with_text(config: AnyKeys) -> AnyKeys:
     """Returns the configuration with values in braces converted to their declared types.
 
     OmegaConf has no types for these; `Key.holds` declares them. `~` is expanded in paths. Raises

@@ -500,7 +500,7 @@ def _open_pairs(
         prefix: f"data.blend's {show(prefix)}" for stage in weights for prefix in stage.by_prefix
     }
     if not weights:
-        assert data.path is not None, "config.checks refuses data=corpus without data.path"
+        assert data.path is not None, "check_config refuses data=corpus without data.path"
         named[data.path] = origin(data)
     remote = None
     if any(map(is_remote, named)):

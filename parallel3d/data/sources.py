@@ -133,7 +133,7 @@ def take_documents(data: DataConfig) -> Documents:
     if data.name == "stdlib":
         found = _stdlib_documents()
     else:
-        assert data.path is not None, "config.checks refuses data=text without data.path"
+        assert data.path is not None, "check_config refuses data=text without data.path"
         found, lines = _text_documents(data.path, door_of(data), data.held_out == 1.0)
     ordered = sorted(found, key=lambda d: hashlib.blake2b(os.fsencode(d.name)).digest())
     return Documents(ordered, lines)

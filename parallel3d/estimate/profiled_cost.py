@@ -29,7 +29,6 @@ from parallel3d.blueprint.ops import (
 )
 from parallel3d.blueprint.parameters import TABLE, WORD_TABLE, trained_shares
 from parallel3d.blueprint.rank import LayersOfKind, PipelineRank, StageBlueprint
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
@@ -46,7 +45,7 @@ from parallel3d.estimate.traffic import OVERLAPPED, group_size, transfers
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.files import plain, read_bounded
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.actions import Action
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Costs, walk

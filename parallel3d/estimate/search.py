@@ -20,7 +20,7 @@ from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.blueprint.stages import balance_chunks, balance_layers, head_cost
-from parallel3d.config.fields import AnyConfig, show
+from parallel3d.config.fields import show
 from parallel3d.config.values import PARTS, parts_of, spelled
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device
@@ -45,7 +45,7 @@ from parallel3d.estimate.fitted_cost import (
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import AnyConfig, Config
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED, assignment_of
 

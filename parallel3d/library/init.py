@@ -88,7 +88,7 @@ def init(
     """
     own = not dist.is_initialized()
     check_versions(OF_A_SCRIPT)
-    check_value("device", device)
+    check_value("device", device, Config)
     here = _join_world(device, timeout_s) if own else _device_in_world(device)
     layout = _agreed_layout({"pp": pp, "tp": tp, "cp": cp, "dp": dp}, order, here)
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)

@@ -82,7 +82,7 @@ OTHERS = ("optim.lr_warmup_steps", "global_batch_size")
 
 def toy_defaults(config: Config) -> str | None:
     """Returns a sentence about defaults that do not suit the model; None if there are none."""
-    keys, small = all_keys(), ModelConfig()
+    keys, small = all_keys(Config), ModelConfig()
     wrong = []
     parameters = parameter_count(config.model)
     if parameters > LARGE * parameter_count(small):
@@ -90,7 +90,7 @@ def toy_defaults(config: Config) -> str | None:
         if config.optim.lr_warmup_fraction > 0 and OTHERS[0] in left:
             left.remove(OTHERS[0])
         if set(TELLING) & set(left):
-            wrong += [spell(name, keys[name].default) for name in left]
+            wrong += [keys[name].spelled(keys[name].default) for name in left]
     if config.data.reads_bytes and config.model.vocab_size > LARGE * small.vocab_size:
         wrong.append(f"data={config.data.name} (read as bytes)")
     if not wrong:

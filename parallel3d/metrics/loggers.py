@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from parallel3d.config.identity import decisive
+from parallel3d.checkpoint.identity import decisive
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.wandb_ledger import (
     HEADER_BYTES,

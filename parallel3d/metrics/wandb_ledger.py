@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from yaml import YAMLError
 
-from parallel3d.config.identity import decisive
+from parallel3d.checkpoint.identity import decisive
+from parallel3d.config.fields import all_keys
 from parallel3d.config.text import read_yaml
 from parallel3d.files import replace_durably
 from parallel3d.metrics.jsonl import append_line
@@ -261,7 +262,7 @@ def _copied_from(run_dir: Path, kept: str) -> Path | None:
 
 def _home_by_name(run_dir: Path) -> Path | None:
     try:
-        tree: Any = read_yaml(run_dir / "config.yaml")
+        tree: Any = read_yaml(run_dir / "config.yaml", all_keys(Config))
     except (OSError, UnicodeDecodeError, YAMLError):
         return None  # without its configuration, the run's name is unknown
     name = tree.get("run") if isinstance(tree, Mapping) else None

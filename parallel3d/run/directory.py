@@ -28,6 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.checkpoint import identity
+from parallel3d.checkpoint.identity import flat
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     CLAIM,
@@ -36,17 +38,14 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     reason,
 )
-from parallel3d.config import identity
-from parallel3d.config.checks import check_plain
-from parallel3d.config.fields import REMOVED, RENAMED, Removed, show, spell
-from parallel3d.config.identity import flat
+from parallel3d.config.fields import REMOVED, RENAMED, Removed, all_keys, show, spell
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
 from parallel3d.metrics.starts import STARTS, starts_of
-from parallel3d.run_config import OPTIONS, Config
+from parallel3d.run_config import OPTIONS, Config, check_plain
 
 # Each start of a run writes its configuration atomically and only once. The newest configuration is
 # the one in use.
@@ -149,7 +148,7 @@ def left_out(directory: Path) -> str | None:
             read_config(path)
         except NO_CONFIG:
             continue  # the file is torn, and `last_config` skips it, too
-        tree: Any = read_yaml(path)
+        tree: Any = read_yaml(path, all_keys(Config))
         found = flat(tree)
         break
     words = []
@@ -192,7 +191,7 @@ def next_name(directory: Path) -> str:
 def read_config(path: Path) -> Config:
     """Returns the configuration in a file. Raises OSError, or one of the errors in NO_CONFIG."""
     try:
-        tree = read_yaml(path)
+        tree = read_yaml(path, all_keys(Config))
     except UnicodeDecodeError as error:
         raise ValueError(str(error)) from None
     if not tree:

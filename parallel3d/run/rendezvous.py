@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from parallel3d.blueprint.cluster import Cluster
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import layout_of
+from parallel3d.checkpoint import identity
 from parallel3d.comm.store import (
     SECRET,
     behind_secret,
@@ -27,7 +28,6 @@ from parallel3d.comm.store import (
     put,
     serve,
 )
-from parallel3d.config import identity
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import HostError, device_of_rank, gpu_of_rank, shared_gpu

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from parallel3d.config.fields import AnyConfig, show
+from parallel3d.config.fields import show
 from parallel3d.errors import UserError
 from parallel3d.files import text_of_file
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import conf_dir
+from parallel3d.run_config import AnyConfig, conf_dir
 
 # assumed if no model is given, because the default model has too few layers to be instructive
 MODEL = "llama3_70b"

@@ -22,12 +22,11 @@ from parallel3d.blueprint.cluster import Cluster, LinkClass
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import StepPrice, price_step
 from parallel3d.estimate.traffic import transfers
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.text import (
     aligned,
     byte_text,

@@ -9,11 +9,10 @@ import pytest
 
 from parallel3d.commands.calibrate.measure import calibrate
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_config
 from parallel3d.estimate.profiled_cost import MeasuredMachine, read, step_time, tables_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run.launch import Worker
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.more

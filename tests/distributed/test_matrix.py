@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.config.checks import check_config
 from parallel3d.errors import UserError
+from parallel3d.run_config import check_config
 from tests.distributed import matrix
 from tests.distributed.conditions import of_matrix
 from tests.distributed.covering import Levels

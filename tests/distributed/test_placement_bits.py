@@ -20,12 +20,11 @@ import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.config.checks import check_config
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.run import worker
 from parallel3d.run.launch import Worker
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from tests.distributed.pool import Pool
 from tests.ports import free_port
 

@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.overrides import compose
+from parallel3d.cli.overrides import compose
 from parallel3d.run.directory import typed_config
 from tests.e2e.namespaces import LIBC, enter
 from tests.garbage import collect_seldom

@@ -16,7 +16,6 @@ from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.plan import plan
-from parallel3d.config.checks import check_config
 from parallel3d.dryrun.counting import Zeros
 from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
@@ -26,6 +25,7 @@ from parallel3d.optim.muon import Muon, newton_schulz
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.run_config import check_config
 from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import parallel3d
 from parallel3d import private_names as names
 from parallel3d import versions
-from parallel3d.config import overrides
+from parallel3d.cli import overrides
 from parallel3d.errors import UserError
 from parallel3d.private_names import NAMES, OVERRIDDEN, SINCE, find
 from parallel3d.run_config import conf_dir

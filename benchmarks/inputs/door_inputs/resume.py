@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
-from parallel3d.config.identity import decisive
+from parallel3d.checkpoint.identity import decisive
 from parallel3d.config.length import Length, clock_of
 from parallel3d.errors import UserError
 from parallel3d.metrics.wandb_ledger import Ledger, Row, UnknownRows, begin, read_rows

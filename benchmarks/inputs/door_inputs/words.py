@@ -24,16 +24,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
+from parallel3d.cli.overrides import check_overrides, config_of
 from parallel3d.cli.verbs import Verb, parse
 from parallel3d.config.fields import Key, all_keys, check_value
-from parallel3d.config.overrides import check_overrides, config_of
 from parallel3d.config.text import read_yaml
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import load_config, save_config
 from parallel3d.run_config import Config
 
-TEXT = [key for key in all_keys().values() if key.kind is str and not key.meta["choices"]]
-LISTS = [key for key in all_keys().values() if key.item is str]
+TEXT = [key for key in all_keys(Config).values() if key.kind is str and not key.meta["choices"]]
+LISTS = [key for key in all_keys(Config).values() if key.item is str]
 # Keys in braces with a value for a name of type text.
 NAMED = {"data.blend": "0.5", "data.valid": "c/v", "optim.groups": "{lr_mult:0.1}"}
 PATHS = {key.name for key in TEXT if key.holds is Path}
@@ -77,7 +77,7 @@ def taken_from_file(text: str, folder: Path, package: str = "") -> Config:
     """Returns the configuration of a user's YAML file, over the defaults."""
     path = folder / "own.yaml"
     path.write_text(text, encoding="utf-8")
-    tree: Any = read_yaml(path, package)
+    tree: Any = read_yaml(path, all_keys(Config), package)
     for section in reversed(package.split(".") if package else []):
         tree = {section: tree}
     merged = OmegaConf.merge(pickle.loads(_defaults()), OmegaConf.create(tree))
@@ -101,7 +101,7 @@ def taken_by_verb(name: str, word: str) -> str:
 def checked(name: str, config: Config) -> Any:
     """Returns the value of a key that the checks accept."""
     value = attrgetter(name)(config)
-    check_value(name, value)
+    check_value(name, value, Config)
     check_run_name(config.run, config.runs_dir)
     return value
 

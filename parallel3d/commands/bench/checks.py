@@ -9,10 +9,10 @@ from pathlib import Path
 from parallel3d.blueprint.checks import check_groups, data_parallel_size
 from parallel3d.blueprint.keys import CONFLICTS
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.errors import UserError
 from parallel3d.run.checks import check_run_name
+from parallel3d.run_config import check_plain
 
 
 def check_communication(config: CommandConfig, world_size: int | None) -> CommandConfig:

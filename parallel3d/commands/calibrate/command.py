@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from parallel3d.blueprint.checks import check_groups
 from parallel3d.blueprint.keys import CONFLICTS
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.errors import UserError
 from parallel3d.experts.checks import check_experts
@@ -20,6 +19,7 @@ from parallel3d.host.devices import CPU, DeviceChoice, choose_device
 from parallel3d.host.quotas import available_cores, available_memory
 from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.run.checks import check_run_name
+from parallel3d.run_config import check_plain
 from parallel3d.topology.assumptions import chosen_keys
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from parallel3d.checkpoint.identity import flat
 from parallel3d.checkpoint.manifest import (
     DamagedCheckpoint,
     UnreadableCheckpoint,
@@ -17,7 +18,6 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from parallel3d.commands.checkpoint import listing
-from parallel3d.config.identity import flat
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.parameters.slices import STATE

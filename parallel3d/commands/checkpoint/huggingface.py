@@ -29,14 +29,13 @@ from parallel3d.checkpoint.hf.rope import unlike_before_5
 from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
 from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
+from parallel3d.cli.overrides import composed
 from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, find_checkpoint, title
 from parallel3d.commands.checkpoint.new_runs import new_run, save_first
 from parallel3d.commands.checkpoint.proof import TRANSFORMERS, their_side, verdict, why_not
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, keeping_biases, model_from, model_of
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
-from parallel3d.config.overrides import composed
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
@@ -60,7 +59,7 @@ from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.versions import newer
 
 BYTES = "its tokens are bytes, and token 256 ends texts"

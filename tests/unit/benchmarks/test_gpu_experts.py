@@ -80,8 +80,8 @@ def test_every_line_on_the_simulated_device(tmp_path: Path) -> None:
 def test_the_configurations_of_full_size_are_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from parallel3d.cli.overrides import compose
     from parallel3d.commands.options import CommandConfig
-    from parallel3d.config.overrides import compose
 
     seen: list[Any] = []
 

@@ -25,8 +25,8 @@ from benchmarks.gpu import process as gpu_process
 from benchmarks.gpu import tasks as gpu_tasks
 from benchmarks.gpu.process import ROOT
 from benchmarks.gpu.tasks import Given, Row, Task
+from parallel3d.cli.overrides import compose
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.overrides import compose
 from parallel3d.context_parallel import attention
 from parallel3d.device import accelerator, fused
 from parallel3d.models import dropout, ops

@@ -17,9 +17,9 @@ from benchmarks.gpu import node as gpu_node
 from benchmarks.gpu import tasks as gpu_tasks
 from benchmarks.gpu.process import ROOT
 from benchmarks.gpu.tasks import Given
+from parallel3d.cli.overrides import compose
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.plan import plan
-from parallel3d.config.overrides import compose
 from parallel3d.device import accelerator
 from tests.e2e.ready import run_command
 

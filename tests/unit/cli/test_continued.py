@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from parallel3d.cli.continued import Given, continued
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show, spell, values_of, with_values
 from parallel3d.errors import UserError
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 
 
 def at_last_start(**keys: Any) -> Config:

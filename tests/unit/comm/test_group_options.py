@@ -24,11 +24,10 @@ from parallel3d.comm.process_groups import (
     nccl_options,
     nccl_settings,
 )
-from parallel3d.config.checks import check_config
 from parallel3d.config.nccl import parse_nccl_env, parse_nccl_settings
 from parallel3d.errors import UserError
 from parallel3d.run.keys import LaunchConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 NAMES = ("lo", "eth0", "nvl0", "rail10", "rail2", "rail1", "rail0")

@@ -27,7 +27,6 @@ from parallel3d.commands.bench.comm import (
 from parallel3d.commands.bench.keys import BenchConfig
 from parallel3d.commands.bench.measure import CallCounts, slowest_rank
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.checks import check_config
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import ring_time
 from parallel3d.faults.probe import (
@@ -41,6 +40,7 @@ from parallel3d.faults.probe import (
 )
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run.cluster_view import ClusterView
+from parallel3d.run_config import check_config
 
 # --- the plan --------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from parallel3d.cli.overrides import compose
 from parallel3d.commands import plan
 from parallel3d.commands.plan import BOUND, DRY_RUN, Plan, confirmed, searched
-from parallel3d.config.overrides import compose
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import nearly_fullest, peak_memory
 from parallel3d.estimate.search import LayoutChoice

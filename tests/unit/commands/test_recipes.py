@@ -14,15 +14,14 @@ from omegaconf import OmegaConf
 
 import parallel3d
 from parallel3d.cli.command_line import main
+from parallel3d.cli.overrides import composed, left_open, presets
 from parallel3d.commands.recipes import recipe
-from parallel3d.config.checks import check_config
-from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import peak_stage
 from parallel3d.estimate.search import planned
 from parallel3d.loop.notices import toy_defaults
-from parallel3d.run_config import conf_dir
+from parallel3d.run_config import check_config, conf_dir
 from tests.unit.dry_runs import dry_runs
 
 pytestmark = pytest.mark.nightly

@@ -7,7 +7,7 @@ import pytest
 from parallel3d import compose
 from parallel3d.blueprint.layout import Layout
 from parallel3d.commands.verify import Comparison, ShardDifference, Tolerance, judge, table
-from parallel3d.config.checks import single_process
+from parallel3d.run_config import single_process
 from parallel3d.trainer import StepResult
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from tests.pace import in_time
 
 
@@ -718,7 +717,7 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
             continue
         advice = sentence.rpartition("nearest")[2]
         for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|[\d.]+\d|\d|[a-z]\w*)", advice):
-            key = all_keys()[name if name in all_keys() else f"{name}.name"]
+            key = all_keys(Config)[name if name in all_keys(Config) else f"{name}.name"]
             if key.name == "data.name" or "schedule.file" in changes:
                 continue  # the key is also given otherwise, or another file is
             typed = None
@@ -756,7 +755,7 @@ def _random_config(rng: random.Random) -> Config:
     if rng.random() < 0.2:
         made.schedule.layers_per_stage = [rng.randint(0, 4) for _ in range(rng.randint(0, 4))]
     absurd = [None, -1, 0, 10**12, 0.5, float("nan"), float("-inf"), "", "x\ny", True, [], [None]]
-    for key in rng.sample(list(all_keys().values()), k=rng.choice([0, 0, 1, 3])):
+    for key in rng.sample(list(all_keys(Config).values()), k=rng.choice([0, 0, 1, 3])):
         target: Any = made
         *sections, leaf = key.name.split(".")
         for section in sections:
@@ -824,7 +823,7 @@ def test_an_absurdly_large_value_is_answered_at_once(name: str) -> None:
 def test_neither_the_schema_nor_its_checks_nor_its_page_import_torch() -> None:
     page = Path(__file__).parents[3] / "docs" / "configuration.py"
     code = (
-        f"import runpy, sys, parallel3d.config.checks; runpy.run_path({str(page)!r}); "
+        f"import runpy, sys, parallel3d.run_config; runpy.run_path({str(page)!r}); "
         "print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 
 from parallel3d.blueprint.cluster import Cluster, Link, LinkClass, cluster_from_config
 from parallel3d.blueprint.keys import ClusterConfig
+from parallel3d.cli.overrides import presets
 from parallel3d.config.fields import all_keys
-from parallel3d.config.overrides import presets
 from parallel3d.errors import UserError
-from parallel3d.run_config import conf_dir, register_schema
+from parallel3d.run_config import Config, conf_dir, register_schema
 
 DISCOVERED = ("slurm", "local")
 
@@ -194,4 +194,4 @@ def test_a_cluster_is_made_without_torch():
 
 
 def test_the_keys_of_the_section_are_documented():
-    assert "cluster.topology_file" in all_keys()
+    assert "cluster.topology_file" in all_keys(Config)

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.checks import check_config
 from parallel3d.config.conflicts import Conflict, Is, Other, exclusive
 from parallel3d.config.fields import all_keys, check_conflicts, check_value, spell, with_values
 from parallel3d.errors import UserError
-from parallel3d.run_config import CONFLICTS, Config
+from parallel3d.run_config import CONFLICTS, Config, check_config
 
 ROWS = [pytest.param(row, id=" × ".join(row.settings)) for row in CONFLICTS]
 
 
 def example(row: Conflict) -> dict[str, Any]:
     """Returns a value for each key of a row with which the row holds."""
-    keys = all_keys()
+    keys = all_keys(Config)
     return {
         name: condition.example(keys[name].default, keys[name].tried)
         for name, condition in row.settings.items()
@@ -33,7 +32,7 @@ def holds(row: Conflict, config: Config) -> bool:
 @pytest.mark.parametrize("row", ROWS)
 def test_the_settings_of_a_row_are_values_that_their_keys_may_have(row: Conflict) -> None:
     for name, value in example(row).items():
-        check_value(name, value)
+        check_value(name, value, Config)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -56,7 +55,7 @@ def test_each_nearest_setting_ends_the_conflict(row: Conflict) -> None:
     config = with_values(Config(dp=1), example(row))
     for name, value in row.nearest:
         if value is not None:
-            check_value(name, value)
+            check_value(name, value, Config)
         assert not holds(row, with_values(config, {name: value})), spell(name, value)
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.checks import check_config
 from parallel3d.errors import UserError
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 
 
 def config(**changes: Any) -> Config:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.cli.overrides import groups, presets
 from parallel3d.config.fields import all_keys
-from parallel3d.config.overrides import groups, presets
+from parallel3d.run_config import Config
 
 pytestmark = pytest.mark.more
 
@@ -55,7 +56,7 @@ def test_the_committed_page_is_the_generated_one() -> None:
 def test_every_flag_of_the_classic_launch_has_a_row_with_a_key(flag: str) -> None:
     row = re.search(rf"^\| `--{flag}` \| `([\w.]+)` \|", configuration_page(), re.MULTILINE)
     assert row is not None
-    assert row[1] in all_keys() or f"{row[1]}.name" in all_keys()
+    assert row[1] in all_keys(Config) or f"{row[1]}.name" in all_keys(Config)
 
 
 def test_opposite_and_refused_flags_say_so() -> None:
@@ -69,21 +70,21 @@ def test_opposite_and_refused_flags_say_so() -> None:
 
 def test_every_key_and_every_preset_is_on_the_page() -> None:
     page = configuration_page()
-    assert [name for name in all_keys() if f"| `{name}` |" not in page] == []
+    assert [name for name in all_keys(Config) if f"| `{name}` |" not in page] == []
     named = [f"| `{group}={preset}` |" for group in groups() for preset in presets(group)]
     assert [row for row in named if row not in page] == []
 
 
 def test_every_choice_that_is_a_preset_has_its_file() -> None:
     for group in groups():
-        key = all_keys().get(f"{group}.name")
+        key = all_keys(Config).get(f"{group}.name")
         if key is None or key.meta["choices"] is None:
             continue
         assert set(key.meta["choices"]) == set(presets(group))
 
 
 def test_no_key_lacks_a_help_text() -> None:
-    assert [key.name for key in all_keys().values() if not key.meta["help"]] == []
+    assert [key.name for key in all_keys(Config).values() if not key.meta["help"]] == []
 
 
 def test_a_preset_is_described_by_its_first_sentence_even_over_several_lines() -> None:

@@ -17,6 +17,7 @@ from benchmarks.inputs import fuzz_answers as fuzz
 from benchmarks.inputs.fuzz_words import Drawn, by_hand, draw
 from parallel3d.config.fields import all_keys
 from parallel3d.errors import closest, readable
+from parallel3d.run_config import Config
 
 COUNT = 600
 HUGE = str(2**61 - 1)
@@ -139,7 +140,7 @@ def test_no_bug_among_configurations_made_in_python() -> None:
 def test_every_key_is_drawn() -> None:
     words = [word for number in range(COUNT) for word in draw(f"unit-{number}", number).words]
     typed = {word.partition("=")[0] for word in words}
-    missing = [key for key in all_keys() if not {key, key.removesuffix(".name")} & typed]
+    missing = [key for key in all_keys(Config) if not {key, key.removesuffix(".name")} & typed]
     assert missing == []
 
 

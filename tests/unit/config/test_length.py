@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.checks import check_config
 from parallel3d.config.length import Length
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.loader import with_length
@@ -18,7 +17,7 @@ from parallel3d.errors import UserError
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.metrics.screen import length_words
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.trainer import Trainer
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import parallel3d
+from parallel3d.checkpoint.identity import flat
 from parallel3d.config.fields import megatron_flags
-from parallel3d.config.identity import flat
 
 # The values of NVIDIA/Megatron-LM's examples/pretrain_gpt_distributed_with_mp.sh (commit 090e141).
 # Flags with the same meaning on both sides are listed under the flag, the others below under their

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
 from parallel3d.errors import UserError
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 
 ROWS = json.loads(Path(__file__).with_name("refusals.json").read_text(encoding="utf-8"))
 BASE = {"micro_batch_size": 1, "global_batch_size": 8, "model.seq_length": 16, "train.steps": 4}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys, check_fields
 from parallel3d.errors import UserError
+from parallel3d.run_config import Config, check_config
 from tests.unit.config.test_checks import BAD, config
 from tests.unit.doors.test_words import REFUSED, taken_from_words
 
@@ -64,8 +64,8 @@ def with_choice(changes: dict[str, Any], choice: dict[str, str | None]) -> dict[
     """Returns the changes of a configuration after a remedy."""
     tried = {**changes}
     for key, word in choice.items():
-        name = key if key in all_keys() else f"{key}.name"
-        if name in all_keys():
+        name = key if key in all_keys(Config) else f"{key}.name"
+        if name in all_keys(Config):
             made = config()
             if word is not None:
                 typed = word if name == key else word.replace(f"{key}=", f"{key}.name=", 1)

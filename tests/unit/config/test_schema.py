@@ -91,8 +91,9 @@ def test_a_runs_keys_are_frozen() -> None:
     """Keys are permanent, since old runs have them for ever. A new key must be added to this file
     deliberately.
 
-    python -c "from parallel3d.config.fields import *; print(*all_keys(), sep='\n')" prints the
-    list.
+    The command that prints the list is
+    python -c "from parallel3d.config.fields import *; from parallel3d.run_config import Config;
+    print(*all_keys(Config), sep='\n')".
     """
     frozen = Path(__file__).with_name("run_keys.txt").read_text(encoding="utf-8").split()
-    assert list(all_keys()) == frozen
+    assert list(all_keys(Config)) == frozen

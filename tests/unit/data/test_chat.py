@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import transformers
 
-from parallel3d.config.checks import check_config
 from parallel3d.data import corpus as planned
 from parallel3d.data.chat import ChatTemplate, Reader, Refused
 from parallel3d.data.corpus import check_data, open_corpus
@@ -24,7 +23,7 @@ from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from tests.corpora import heard
 from tests.sources import sources_of
 from tests.tokenizers import END, PANIC, folder, panicking, trained

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from parallel3d.config.checks import check_config
-from parallel3d.config.identity import changes
+from parallel3d.checkpoint.identity import changes
 from parallel3d.data.corpus import check_sets, open_corpus, open_sets, sets_of
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.sampler import FirstSamples
@@ -24,10 +23,10 @@ from parallel3d.metrics.jsonl import Score, finite
 from parallel3d.metrics.loggers import figures_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from tests.corpora import pair
 from tests.sources import part_of, sources_of
-from tests.unit.config.test_identity import refused
+from tests.unit.checkpoint.test_identity import refused
 
 SEQ = 16
 SHARES = (("web", 0.7), ("code", 0.2), ("books", 0.1))

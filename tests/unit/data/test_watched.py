@@ -279,7 +279,7 @@ def manifest(corpus: Corpus, **data: Any) -> Manifest:
 def test_a_checkpoint_holds_the_marks_and_one_without_them_is_accepted(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel3d.config.identity.changes", lambda *_: [])
+    monkeypatch.setattr("parallel3d.checkpoint.identity.changes", lambda *_: [])
     config = Config(data=data, model=ModelConfig(seq_length=SEQ, vocab_size=257))
     corpus = opened(without_facts(data))
     kept = manifest(corpus)

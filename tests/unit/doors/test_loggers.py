@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from parallel3d.config.identity import decisive
+from parallel3d.checkpoint.identity import decisive
 from parallel3d.errors import UserError
 from parallel3d.metrics import wandb_ledger
 from parallel3d.metrics.checks import check_loggers

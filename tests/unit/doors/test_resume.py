@@ -14,7 +14,6 @@ import pytest
 
 from parallel3d.checkpoint.checkpoints import to_go
 from parallel3d.cli.continued import Given, continued
-from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
 from parallel3d.config.length import Length, clock_of
 from parallel3d.errors import UserError
@@ -26,7 +25,7 @@ from parallel3d.run.directory import (
     make_run_directory,
     save_config,
 )
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 
 SEQUENCE = 64
 WINDOWS = 7000  # number of samples of an epoch

@@ -24,13 +24,14 @@ from benchmarks.inputs.door_inputs.words import (
 )
 from parallel3d.cli import hydra_run
 from parallel3d.cli.command_line import main
+from parallel3d.cli.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.cli.verbs import Verb, parse
+from parallel3d.cli.words import last_of_each
 from parallel3d.config.fields import all_keys, check_fields, check_value
-from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.config.paths import at_home
-from parallel3d.config.words import last_of_each
 from parallel3d.errors import UserError
 from parallel3d.run.checks import check_run_name
+from parallel3d.run_config import Config
 from parallel3d.topology.assumptions import read_given
 
 HOME = "/home/somebody"
@@ -249,7 +250,7 @@ def test_a_run_that_is_named_by_a_variable_is_refused(run: str) -> None:
 
 def test_an_existing_path_is_used_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a$b.txt").touch()
-    check_value("data.path", f"{tmp_path}/a$b.txt")
+    check_value("data.path", f"{tmp_path}/a$b.txt", Config)
 
 
 @pytest.mark.parametrize("run", ["", " a", "a ", "~", "~a", "a/b", "..", "a\tb"])
@@ -270,12 +271,12 @@ def test_a_missing_home_is_not_read_as_the_root(home: str, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", home)
     assert at_home("~/runs") == "~/runs"
     with pytest.raises(UserError, match="this host knows no such home directory"):
-        check_value("runs_dir", at_home("~/runs"))
+        check_value("runs_dir", at_home("~/runs"), Config)
 
 
 def test_paths_are_known_from_the_schema() -> None:
     words = ("file", "folder", "prefix of", "file,")
-    for key in all_keys().values():
+    for key in all_keys(Config).values():
         says = key.kind is str and not key.meta["choices"] and key.meta["help"].startswith(words)
         assert not says or key.name in PATHS, key.name
     config = taken_from_words([f"{name}=~/1.10" for name in PATHS])

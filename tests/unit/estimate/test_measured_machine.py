@@ -13,7 +13,6 @@ import pytest
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import layer_flops
-from parallel3d.config.checks import check_config
 from parallel3d.errors import UserError
 from parallel3d.estimate.profiled_cost import (
     Table,
@@ -31,7 +30,7 @@ from parallel3d.estimate.profiled_cost import (
 from parallel3d.estimate.search import layouts
 from parallel3d.estimate.traffic import transfers
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.walk import Costs, ScheduleError, walk
 from tests.unit.estimate.measured_machine import BLOCK_FLOPS, MADE, RATE, machine, seconds

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallel3d.cli.overrides import compose
 from parallel3d.commands import plan
 from parallel3d.commands.plan import progress
-from parallel3d.config.overrides import compose
 from parallel3d.errors import UserError
 from parallel3d.estimate import memory
 from parallel3d.estimate.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts

@@ -12,10 +12,9 @@ import pytest
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import most_load
+from parallel3d.cli.overrides import compose
 from parallel3d.commands.best_layout import take_layout
 from parallel3d.commands.plan import ROWS, Plan, searched, typed_keys
-from parallel3d.config.checks import check_config
-from parallel3d.config.overrides import compose
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import load_own, step
 from parallel3d.estimate.memory import bounded, load_that_fits, memories, memory_of, peak_memory
@@ -33,7 +32,7 @@ from parallel3d.estimate.search import (
     works,
 )
 from parallel3d.run.launcher_environment import RankAssignment
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 
 pytestmark = pytest.mark.nightly
 

@@ -14,7 +14,7 @@ from benchmarks.planner.published_experts import CASES, run_of
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.ops import LayerKind
 from parallel3d.blueprint.rank import PipelineRank
-from parallel3d.config.overrides import compose
+from parallel3d.cli.overrides import compose
 from parallel3d.estimate.fitted_cost import (
     COPIES,
     PASSES,

@@ -20,14 +20,13 @@ from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.cli import command_line
 from parallel3d.cli.subcommands import SUBCOMMANDS
 from parallel3d.comm.store import put
-from parallel3d.config.checks import check_config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import DeviceChoice, HostError, device_of_rank, gpu_of_rank
 from parallel3d.library.init import init
 from parallel3d.run import local_workers, rendezvous, worker
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.topology.placed_ranks import Process
 from tests.tools.played_gpus import Driver, Host, cards, played
 

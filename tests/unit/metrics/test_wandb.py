@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import wandb
 
-from parallel3d.config.identity import decisive
+from parallel3d.checkpoint.identity import decisive
 from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.metrics.loggers import resolve_mode, sync_command

@@ -18,7 +18,6 @@ from parallel3d import files
 from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.commands.checkpoint.listing import run_names
-from parallel3d.config.checks import check_plain
 from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
@@ -38,7 +37,7 @@ from parallel3d.run.failure import from_exception, report_failure
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.rendezvous import RUN_KEY, agree_on_run, seen_key
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_plain
 
 # The state of a trainer after four steps, as a manifest stores it.
 PROGRESS = {

@@ -11,11 +11,10 @@ from parallel3d.blueprint.ops import layer_flops
 from parallel3d.blueprint.stages import (
     StageWeights,
 )
-from parallel3d.config.checks import check_config
 from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.choose import choose, measure
 from parallel3d.schedules.keys import ScheduleConfig
 from parallel3d.schedules.orders import StageAssignment

@@ -18,13 +18,12 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.checks import check_config
 from parallel3d.device.fused import register
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

@@ -17,7 +17,7 @@ from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
-from parallel3d.config.overrides import compose
+from parallel3d.cli.overrides import compose
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import Exchange, price_step
 from parallel3d.topology.links import classify, loads_of, refuse_unreachable

@@ -14,12 +14,11 @@ from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
-from parallel3d.config.checks import check_config
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import flows_of, price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import preset
 from parallel3d.topology.links import classify, loads_of, refuse_unreachable
 from parallel3d.topology.report import TopologyReport, make_report, write_report

@@ -19,11 +19,10 @@ from parallel3d.blueprint.cluster import LinkClass
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.topology import topology
-from parallel3d.config.checks import check_config
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import messages
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config, conf_dir
+from parallel3d.run_config import Config, check_config, conf_dir
 from parallel3d.text import byte_text, percent
 from parallel3d.topology.assumptions import assume_model, chosen_keys, full_batch
 from parallel3d.topology.assumptions import preset as model_preset

@@ -22,32 +22,30 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from yaml.error import MarkedYAMLError
 
-from parallel3d.config.checks import check_config
+from parallel3d.checkpoint.identity import flat
+from parallel3d.cli.words import as_typed, braces, in_one_line, last_of_each, option, quoted_twice
 from parallel3d.config.fields import (
-    AnyConfig,
     Key,
     all_keys,
     allowed,
     nearest_key,
+    sections_of,
     show,
-    spell,
     unknown_key,
     values_of,
     with_values,
 )
-from parallel3d.config.identity import flat
 from parallel3d.config.text import read_yaml, with_text
-from parallel3d.config.words import (
-    as_typed,
-    braces,
-    in_one_line,
-    last_of_each,
-    option,
-    quoted_twice,
-)
 from parallel3d.errors import UserError, nearest_hint, readable
 from parallel3d.private_names import HydraFiles, hydra_sources
-from parallel3d.run_config import ALTERNATIVES, Config, conf_dir, register_schema, sections_of
+from parallel3d.run_config import (
+    ALTERNATIVES,
+    AnyConfig,
+    Config,
+    check_config,
+    conf_dir,
+    register_schema,
+)
 
 VERSION = "1.3"  # Hydra's `version_base`: its defaults are those of this version
 
@@ -130,7 +128,7 @@ class FileConfigSource(HydraFiles):
             return found
         package = found.header.get("package") or group
         path = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
-        tree = read_yaml(path, "" if package == "_global_" else package)
+        tree = read_yaml(path, all_keys(Config), "" if package == "_global_" else package)
         if isinstance(tree, dict):
             if "hydra" in tree:  # Hydra's own keys have no types, so text would stay text
                 tree["hydra"] = found.config["hydra"]
@@ -167,7 +165,7 @@ def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     for keys in ALTERNATIVES:
         if any(attrgetter(key)(config) for key in typed.intersection(keys)):
-            config = with_values(config, {k: all_keys()[k].default for k in {*keys} - typed})
+            config = with_values(config, {k: all_keys(Config)[k].default for k in {*keys} - typed})
     return config
 
 
@@ -183,7 +181,7 @@ def check_filled(config: Config, overrides: Sequence[str], own: Path | None = No
         own: the folder of --config-dir, or None. Its experiments come first.
     """
     typed = {override.partition("=")[0].lstrip("+"): override for override in overrides}
-    keys = all_keys()
+    keys = all_keys(Config)
     name = option(typed["experiment"]) if "experiment" in typed else None
     missing = [
         keys[key]
@@ -199,7 +197,7 @@ def check_filled(config: Config, overrides: Sequence[str], own: Path | None = No
 def left_open(experiment: str | None, own: Path | None = None) -> list[str]:
     """Returns the keys that the files of an experiment set to `???`."""
     missing = [OmegaConf.missing_keys(values) for values in experiment_files(experiment, own)]
-    return [key for key in all_keys() if any(key in keys for keys in missing)]
+    return [key for key in all_keys(Config) if any(key in keys for keys in missing)]
 
 
 def experiment_files(experiment: str | None, own: Path | None = None) -> list[DictConfig]:
@@ -207,7 +205,7 @@ def experiment_files(experiment: str | None, own: Path | None = None) -> list[Di
     folders = [folder for folder in (own, conf_dir()) if folder is not None]
     paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
-    tree = None if path is None else read_yaml(path)
+    tree = None if path is None else read_yaml(path, all_keys(Config))
     if not isinstance(tree, dict):
         return []
     values = OmegaConf.create(tree)
@@ -265,7 +263,7 @@ def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: b
     if not is_ours:
         return word
     if name not in {*groups(), *sections, *keys} or parsed.package is not None:
-        raise UserError(unknown_key(name, value or None, schema))
+        raise UserError(unknown_key(name, schema, value or None))
     if parsed.is_add() or parsed.is_delete():
         raise UserError(
             f"{word}: {name} is always there: it can be neither added nor deleted; the nearest is "
@@ -314,7 +312,7 @@ def _is_of_another_form(value: str, key: Key) -> bool:
 
 
 def _not_allowed(typed: str, key: Key) -> str:
-    default, value = spell(key.name, key.default), typed.partition("=")[2]
+    default, value = key.spelled(key.default), typed.partition("=")[2]
     also = ""
     if key.kind is str and not key.meta["choices"] and value[:1] in ("[", "{"):
         also = f"; text in brackets is quoted twice, as {quoted_twice(key.name, value)}"
@@ -328,17 +326,17 @@ def _not_read(word: str, schema: type[Config]) -> str:
     """Returns the sentence that refuses a word that Hydra cannot read as KEY=VALUE."""
     left, equals, value = (part.strip() for part in word.partition("="))
     if left.startswith("-"):
-        return unknown_key(left, value or None, schema)
+        return unknown_key(left, schema, value or None)
     keys = all_keys(schema)
     if not equals or not left.strip("+~"):
         name = nearest_key(left or value, schema) or "tp"
         return (
             f"{word.strip() or repr(word)} is not of the form KEY=VALUE; the nearest is "
-            f"{spell(name, keys[name].default) if name in keys else f'{name}=…'}."
+            f"{keys[name].spelled(keys[name].default) if name in keys else f'{name}=…'}."
         )
     key = keys.get(left.lstrip("+"))
     if key is None and left not in groups():
-        return unknown_key(left.strip("+~"), value, schema)
+        return unknown_key(left.strip("+~"), schema, value)
     if key is not None and key.kind in (bool, int, float):
         return _not_allowed(word, key)
     plain = value.strip("'\"")
@@ -405,12 +403,12 @@ def composing_error(
             "comments below it."
         )
     elif other:
-        explained = f"{typed}: {unknown_key(other[1], schema=schema)}"
+        explained = f"{typed}: {unknown_key(other[1], schema)}"
     elif name in keys:
         why = "its value has another type" if "While dereferencing" in said else said
         explained = _not_allowed(f"{typed}: {why}", keys[name])
     elif name:
-        explained = unknown_key(name, schema=schema)
+        explained = unknown_key(name, schema)
     else:
         line = said if file else " ".join([*overrides, said])
         explained = f"{line}; docs/own_configuration.md shows what works."

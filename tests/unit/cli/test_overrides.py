@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.config.checks import check_config
+from parallel3d.cli.overrides import composed, presets
 from parallel3d.config.fields import nearest_key
-from parallel3d.config.overrides import composed, presets
 from parallel3d.errors import UserError
+from parallel3d.run_config import Config, check_config
 
 BAD = [
     ("tpp=2", ["tpp=2", "not a key", "nearest is tp."]),
@@ -95,7 +95,7 @@ def test_a_bad_override_ends_in_one_sentence(override: str, words: list[str]) ->
     ],
 )
 def test_nearest_key(word: str, key: str | None) -> None:
-    assert nearest_key(word) == key
+    assert nearest_key(word, Config) == key
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from parallel3d.config.identity import ConfigChange, changes, of_all_ranks, refusal
+from parallel3d.checkpoint.identity import ConfigChange, changes, of_all_ranks, refusal
 from parallel3d.data.keys import DataConfig
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig

@@ -35,12 +35,12 @@ class ConfigChange(NamedTuple):
         """
         if self.key == "optim.momentum" and bool(self.there) == bool(self.here):
             return REPORTED
-        return FREE if self.is_layout else all_keys()[self.key].resume
+        return FREE if self.is_layout else all_keys(Config)[self.key].resume
 
     @property
     def is_layout(self) -> bool:
         """Returns whether the key is part of the layout."""
-        return all_keys()[self.key].resume == LAYOUT
+        return all_keys(Config)[self.key].resume == LAYOUT
 
     def __str__(self) -> str:
         return f"{self.key} is {self.there!r} there, now {self.here!r}"
@@ -74,7 +74,7 @@ def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
 
 def _of_run(config: Config) -> dict[str, Any]:
     """Returns the effective values of a run's keys, without the options of subcommands."""
-    values = {name: attrgetter(name)(config) for name in all_keys()}
+    values = {name: attrgetter(name)(config) for name in all_keys(Config)}
     return _in_effect(values, config.model)
 
 
@@ -83,7 +83,7 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
 
     Most keys of `data` are left out, since paths may differ between hosts.
     """
-    keys = all_keys()
+    keys = all_keys(Config)
     return {
         name: value
         for name, value in _of_run(config).items()
@@ -98,7 +98,7 @@ def decisive(config: Config) -> dict[str, str]:
     return {
         key: show(value)
         for key, value in _of_run(config).items()
-        if all_keys()[key].resume not in (FREE, LAYOUT)
+        if all_keys(Config)[key].resume not in (FREE, LAYOUT)
     }
 
 
@@ -129,7 +129,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested dicts to dotted names; a value of a key of type dict stays whole."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        key = all_keys().get(f"{prefix}{name}")
+        key = all_keys(Config).get(f"{prefix}{name}")
         if isinstance(value, Mapping) and (key is None or key.kind is not dict):
             found |= flat(value, f"{prefix}{name}.")
         else:
