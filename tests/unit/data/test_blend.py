@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.data.blends import oracle
 from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.data.blend import Blended, WeightPeriod
@@ -27,6 +26,7 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 from tests.corpora import pair
 from tests.sources import sources_of
+from tests.unit.data.blend_oracle import oracle
 
 SEQ = 16
 WEIGHTS = {"web": 0.7, "code": 0.2, "books": 0.1}

@@ -10,8 +10,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from benchmarks.data.blends import oracle, owners, random_weights, tree
 from parallel3d.data.blend import Shares, whole_weights
+from tests.unit.data.blend_oracle import oracle, owners, random_weights, tree
 
 # One heavy set and many equal light ones, for which the rule without a tree fails.
 HEAVY = [1000, *[1] * 1000]

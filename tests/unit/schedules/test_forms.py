@@ -136,7 +136,7 @@ def test_two_ranks_with_chunks_exchange_both_directions() -> None:
 
 @pytest.mark.slow
 def test_exactly_the_harmful_random_faults_are_rejected() -> None:
-    """The judge runs each program; benchmarks/speed/schedules.py plants ten thousand faults."""
+    """The judge runs each program."""
     rng = random.Random(13)
     sizes = ((2, 3), (3, 4), (4, 5))
     cases = [make(n, p, m, c) for n in NAMED_SCHEDULES for c in chunks_of(n)[:3] for p, m in sizes]

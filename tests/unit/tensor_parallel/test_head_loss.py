@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.speed.loss_memory import peak_bytes
 from parallel3d.blueprint.sizes import loss_chunks
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from tests.operators import Operators
 
 ONE = torch.ones((), dtype=torch.float64)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Returns the most that PyTorch's CPU allocator had handed out during `work`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    alive = peak = 0
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
 
 
 def leaf(*shape: int) -> Tensor:
