@@ -1,8 +1,8 @@
-"""Draws the pictures of docs/collectives.md from the messages that the textbook forms send.
+"""Draws the pictures of README.md from the messages that the textbook forms send.
 
     python -m examples.collectives.pictures
 
-writes docs/collectives_shapes.svg, collectives_rounds.svg and collectives_barrier.svg.
+writes collectives_shapes.svg, collectives_rounds.svg and collectives_barrier.svg beside this file.
 
 Three processes run the barrier: one reaches it at once, one after a second and one after two. Their
 times are printed.
@@ -25,7 +25,7 @@ from examples.collectives.forms import rounds_of
 from examples.collectives.messages import Message, Rounds
 from examples.collectives.run import run
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+HERE = Path(__file__).resolve().parent
 LATE_S = (0.0, 1.0, 2.0)  # when each rank reaches the barrier
 COUNT = 64  # elements of the drawn buffer
 STYLE = """
@@ -286,12 +286,12 @@ def barrier(times: list[tuple[int, float, float]]) -> str:
 
 
 def main() -> None:
-    (DOCS / "collectives_shapes.svg").write_text(shapes(), encoding="utf-8")
-    (DOCS / "collectives_rounds.svg").write_text(by_round(), encoding="utf-8")
+    (HERE / "collectives_shapes.svg").write_text(shapes(), encoding="utf-8")
+    (HERE / "collectives_rounds.svg").write_text(by_round(), encoding="utf-8")
     times = measured_barrier()
     for rank, came, left in times:
         print(f"rank {rank}: came after {came:.2f} s, left after {left:.2f} s")
-    (DOCS / "collectives_barrier.svg").write_text(barrier(times), encoding="utf-8")
+    (HERE / "collectives_barrier.svg").write_text(barrier(times), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests docs/collectives.md: its Python blocks run on four gloo ranks and print the page's
+"""Tests the page of examples/collectives: its Python blocks run on four gloo ranks and print its
 output."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.more
 
-PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"
+PAGE = Path(__file__).parents[2] / "examples" / "collectives" / "README.md"
 RANKS = 4
 
 
