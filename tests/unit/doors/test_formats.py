@@ -25,7 +25,6 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from benchmarks.inputs.door_inputs.files import asked, texts_in, tokenized
 from parallel3d.commands.data import _run
 from parallel3d.commands.evaluate.rows import read_rows
 from parallel3d.data import formats
@@ -42,6 +41,7 @@ from parallel3d.data.sources import take_documents
 from parallel3d.errors import UserError
 from tests.corpora import pair
 from tests.http_files import ETAG, Server, use_some_http
+from tests.unit.doors.files import asked, texts_in, tokenized
 
 TEXTS = ["one wörd", "two 漢字 words\nand a line"]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

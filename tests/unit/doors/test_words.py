@@ -10,18 +10,6 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarks.inputs.door_inputs.words import (
-    GUESSED,
-    LISTS,
-    NAMED,
-    PATHS,
-    TEXT,
-    taken_again,
-    taken_by_verb,
-    taken_from_file,
-    taken_from_sweep,
-    taken_from_words,
-)
 from parallel3d.cli import hydra_run
 from parallel3d.cli.command_line import main
 from parallel3d.cli.overrides import check_overrides, compose_tree, composed, config_of
@@ -33,6 +21,18 @@ from parallel3d.errors import UserError
 from parallel3d.run.checks import check_run_name
 from parallel3d.run_config import Config
 from parallel3d.topology.assumptions import read_given
+from tests.unit.doors.words import (
+    GUESSED,
+    LISTS,
+    NAMED,
+    PATHS,
+    TEXT,
+    taken_again,
+    taken_by_verb,
+    taken_from_file,
+    taken_from_sweep,
+    taken_from_words,
+)
 
 HOME = "/home/somebody"
 WORDS = [word for word in GUESSED if "," not in word]
