@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.blueprint.buckets import MIB, assign
+from parallel3d.blueprint.buckets import MIB, assign, padded_numel
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel import engine as engines
 from parallel3d.data_parallel.engine import BucketedDataParallel, build_buckets
@@ -33,6 +33,15 @@ def test_assignment_is_that_of_ddp(cap: float | None) -> None:
         limits = [int(c * MIB) for c in caps]
         expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
         assert assign(sizes, cap) == expected
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_shards_of_a_bucket_are_equal_and_begin_at_a_multiple_of_128_bytes(shards: int) -> None:
+    for numel in (1, 33, 128 * shards, 128 * shards + 1):
+        padded = padded_numel(numel, shards)
+        assert padded % shards == 0 and padded // shards * 4 % 128 == 0
+        assert numel <= padded < numel + 32 * shards
+    assert padded_numel(33, 1) == 33
 
 
 def test_an_accelerator_has_larger_buckets_unless_the_cap_is_given() -> None:

@@ -3,6 +3,7 @@ detected."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from parallel3d.experts.balance import Balance, BalanceOfRun
 from parallel3d.experts.choice import Choice, Routing, balanced_experts
 from parallel3d.experts.keys import ExpertsConfig
-from parallel3d.experts.router import Router, RouterSettings
+from parallel3d.experts.router import Router, RouterSettings, margins_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
@@ -164,6 +165,33 @@ def test_the_auxiliary_loss_is_that_of_transformers_by_experts_per_token() -> No
     router, x = router_of(model()), logits()[None]
     theirs = load_balancing_loss_func((x[0],), EXPERTS, top_k=3)
     assert 3 * aux_of(router, x) == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def closest(values: list[float], count: int) -> float:
+    """Returns the difference between the lowest of the `count` best values and the best other."""
+    ordered = sorted(values, reverse=True)
+    return ordered[count - 1] - ordered[count] if count < len(values) else math.inf
+
+
+@pytest.mark.parametrize("chosen", [3, 4])
+def test_the_margin_is_the_closest_choice_of_experts_or_groups(chosen: int) -> None:
+    """With 4 experts per token, both chosen groups are used whole, so no expert is left out."""
+    shape = model(experts_per_token=chosen, **ROUTERS["groups-of-softmax"])
+    scores = logits().softmax(-1)
+    expected = []
+    for row in scores.tolist():
+        groups = [row[i : i + 2] for i in range(0, EXPERTS, 2)]
+        best = sorted(map(max, groups), reverse=True)[:2]
+        allowed = [value for group in groups if max(group) in best for value in group]
+        expected.append(min(closest(allowed, chosen), closest([max(g) for g in groups], 2)))
+    found = margins_of(scores, None, RouterSettings.of(shape))
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_token_that_uses_all_experts_has_no_margin() -> None:
+    shape = model(experts_per_token=EXPERTS)
+    found = margins_of(logits().softmax(-1), None, RouterSettings.of(shape))
+    assert found.tolist() == [math.inf] * TOKENS
 
 
 def test_a_router_of_bf16_scores_in_fp32() -> None:
