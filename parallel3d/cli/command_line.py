@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import parallel3d
+from parallel3d.checkpoint.init_from import RATE, begun_from
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
 from parallel3d.cli.continued import Given, continued, given_by
@@ -46,7 +47,6 @@ from parallel3d.commands.from_run import (
     run_on_checkpoint,
     take_prompt,
 )
-from parallel3d.commands.init_from import RATE, begun_from
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.recipes import INIT_VERBS, init, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS

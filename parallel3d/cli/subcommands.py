@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from parallel3d.checkpoint.runs import CONFIG_FILE
 from parallel3d.commands.bench.checks import check_communication
 from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.from_run import EVAL, GENERATE
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import all_keys, sections_of
 from parallel3d.errors import UserError
-from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run_config import Config, check_config, single_process
 
 TRAIN, VERIFY, BENCH = "train", "verify", "bench comm"

@@ -16,7 +16,7 @@ from pathlib import Path
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
-from parallel3d.commands.checkpoint.listing import check_ema, find_checkpoint, find_run, run_names
+from parallel3d.checkpoint.runs import CONFIG_FILE, check_ema, find_checkpoint, find_run, run_names
 from parallel3d.commands.evaluate.rows import take_rows
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.config.fields import with_values
@@ -24,7 +24,7 @@ from parallel3d.config.values import in_other_precision
 from parallel3d.data.tokenizer import FOLDER, check_vocabulary, tokenizer_of
 from parallel3d.errors import UserError, closest, first_line, print_line
 from parallel3d.host.devices import check_numerics, choose_device
-from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, last_config
+from parallel3d.run.directory import NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
 from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import check_free

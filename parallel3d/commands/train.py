@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.init_from import load_initial
+from parallel3d.checkpoint.runs import KEPT_FILE, KEPT_FOLDER
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.init_from import load_initial
 from parallel3d.errors import TrainingFailure, print_line
 from parallel3d.estimate.network import collective_time
 from parallel3d.estimate.search import style_seconds, with_style
@@ -33,7 +34,7 @@ from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.optim.checks import check_schedule_of_rate
-from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, status
+from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
@@ -147,7 +148,7 @@ def take_initial_weights(
     worker.phase = "reading the initial weights"
     source = load_initial(trainer, trainer.groups)
     if worker.rank == 0:
-        from parallel3d.commands.checkpoint.huggingface import keep_keys  # imports Hydra
+        from parallel3d.checkpoint.hf.kept import keep_keys  # few runs need it
 
         keep_keys(source, config.data, config.model.vocab_size, worker.run_dir)
     return {"weights": source.title + (", with its optimizer" if config.init_optimizer else "")}

@@ -38,6 +38,7 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     reason,
 )
+from parallel3d.checkpoint.runs import CONFIG_FILE, TEMPORARY
 from parallel3d.config.fields import REMOVED, RENAMED, Removed, all_keys, show, spell
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.data.keys import DataConfig
@@ -50,9 +51,6 @@ from parallel3d.run_config import OPTIONS, Config, check_plain
 # Each start of a run writes its configuration atomically and only once. The newest configuration is
 # the one in use.
 
-KEPT_FILE = "huggingface.json"  # facts that an import records for a later export
-KEPT_FOLDER = "huggingface"  # other files that an import of a vision model keeps
-CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
 # Errors raised for a file that is torn, empty, or not a configuration.
 NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError)
@@ -239,7 +237,6 @@ def _schema() -> DictConfig:
 # The directory
 
 
-TEMPORARY = ".new-"
 LEFT_S = 86400.0  # age in seconds of a temporary folder at which its creator counts as dead
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.manifest import list_checkpoints, read_manifest
-from parallel3d.commands.init_from import load_initial
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig, Treatment
 from parallel3d.optim.optimizer import Optimizer

@@ -19,10 +19,10 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.storage import chunks_by_name
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.generate import state_of
-from parallel3d.commands.init_from import load_initial
 from parallel3d.models.decoding import Decoder, blank_stage
 from parallel3d.models.keys import ModelConfig, states_of
 from parallel3d.parameters.gather import gather_parameters

@@ -16,10 +16,10 @@ import torch
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import chunks_by_name, read_full
 from parallel3d.commands.checkpoint.huggingface import export_run
-from parallel3d.commands.init_from import load_initial
 from parallel3d.parameters.slices import ParameterSlice
 from parallel3d.run.directory import save_config
 from parallel3d.trainer import Trainer

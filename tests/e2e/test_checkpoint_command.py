@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from parallel3d.checkpoint.init_from import begun_from
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.commands.checkpoint import new_runs
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.commands.checkpoint.compare import KINDS
-from parallel3d.commands.init_from import begun_from
 from parallel3d.errors import UserError
 from parallel3d.run_config import Config
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell

@@ -56,6 +56,8 @@ def test_an_import_upwards_or_of_torch_is_found_anywhere(copy: Path) -> None:
     plant(copy, "config/fields.py", "\nfrom parallel3d.comm import exchange\n")
     plant(copy, "files.py", "\ndef f():\n    import torch.distributed\n")
     plant(copy, "dryrun/facts.py", "\nfrom parallel3d.estimate import search\n")
+    plant(copy, "commands/train.py", "\nfrom parallel3d.commands.bench import comm\n")
+    plant(copy, "loop/hooks.py", "\nfrom parallel3d.commands import generate\n")
     code, output = lint(copy)
     assert code != 0
     for edge in (
@@ -65,6 +67,8 @@ def test_an_import_upwards_or_of_torch_is_found_anywhere(copy: Path) -> None:
         "parallel3d.config.fields -> parallel3d.comm.exchange",
         "parallel3d.files -> torch",
         "parallel3d.dryrun.facts -> parallel3d.estimate.search",
+        "parallel3d.commands.train -> parallel3d.commands.bench.comm",
+        "parallel3d.loop.hooks -> parallel3d.commands.generate",
     ):
         assert edge in output, edge
 

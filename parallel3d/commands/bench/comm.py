@@ -25,6 +25,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from parallel3d.blueprint.cluster import Link, LinkClass
+from parallel3d.checkpoint.runs import CONFIG_FILE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.timed_operations import TimedOperation, sites
 from parallel3d.commands.bench.measure import (
@@ -41,7 +42,6 @@ from parallel3d.estimate.network import ring_time
 from parallel3d.faults.probe import Finding, Pair, probe
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.cluster_view import ClusterView
-from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run.launch import Worker
 
 PIPED = 120  # number of columns without a terminal

@@ -16,8 +16,16 @@ from parallel3d.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
+from parallel3d.checkpoint.runs import (
+    condition,
+    damage_refused,
+    find_checkpoint,
+    find_run,
+    folder_of,
+    title,
+)
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
-from parallel3d.commands.checkpoint import listing
+from parallel3d.commands.checkpoint.listing import table
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.parameters.slices import STATE
@@ -33,18 +41,18 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
     checkpoint.
     """
     if step is None:
-        folders = list_checkpoints(listing.find_run(runs_dir, run))
+        folders = list_checkpoints(find_run(runs_dir, run))
         if not folders:
             raise UserError(f"run={run} has no checkpoint in {runs_dir / run}")
     else:
-        folders = [listing.find_checkpoint(runs_dir, run, step)]
+        folders = [find_checkpoint(runs_dir, run, step)]
     code = 0
     for folder in folders:
         started = time.perf_counter()
         try:
             manifest = verify_checkpoint(folder)
         except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
-            print(f"{folder.name}  {listing.condition(problem)}")
+            print(f"{folder.name}  {condition(problem)}")
             code = 1
             continue
         seconds = time.perf_counter() - started
@@ -76,8 +84,8 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
     `a` and `b` are names of runs, or run@step. Returns 0 if both checkpoints are equal, or else 1.
     Raises UserError if a checkpoint is missing or damaged.
     """
-    folders = [listing.folder_of(runs_dir, a), listing.folder_of(runs_dir, b)]
-    titles = [listing.title(folder) for folder in folders]
+    folders = [folder_of(runs_dir, a), folder_of(runs_dir, b)]
+    titles = [title(folder) for folder in folders]
     print(f"a: {titles[0]}\nb: {titles[1]}")
     unmatched: list[str] = []
     compared: list[Difference] = []
@@ -91,7 +99,7 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
                 unmatched.append(f"different shapes: {name}, {shapes}")
             else:
                 compared.append(_difference(name, left[name], right[name]))
-    with listing.damage_refused(" or ".join(titles)):
+    with damage_refused(" or ".join(titles)):
         manifests = [read_manifest(folder) for folder in folders]
     for line in unmatched[:SHOWN]:
         print(plain(line))
@@ -111,7 +119,7 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
 
 
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:
-    with listing.damage_refused(listing.title(folder)):
+    with damage_refused(title(folder)):
         return read_full(folder, (kind,))
 
 
@@ -139,7 +147,7 @@ def _print_table(differing: list[Difference]) -> None:
         for d in order[:SHOWN]
     ]
     numbers = ("max abs", "max rel", "elements")
-    print(listing.table(("tensor", *numbers), rows, numbers))
+    print(table(("tensor", *numbers), rows, numbers))
     _print_rest(order)
     print("(max rel: the largest difference divided by the tensor's largest magnitude)")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.blueprint.parameters import parameter_count
-from parallel3d.checkpoint.hf.config import TOKENS, TYPE, hf_kind, kept_keys
+from parallel3d.checkpoint.hf.config import TYPE, hf_kind
 from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.checkpoint.hf.folder import (
     HFFolder,
@@ -24,141 +22,49 @@ from parallel3d.checkpoint.hf.folder import (
     read_hf_config,
     tensors_of,
 )
+from parallel3d.checkpoint.hf.kept import (
+    read_kept,
+    tokenizer_to_export,
+    tokenizer_to_import,
+    write_kept,
+)
 from parallel3d.checkpoint.hf.read_keys import listed
 from parallel3d.checkpoint.hf.rope import unlike_before_5
 from parallel3d.checkpoint.hf.their_code import check_unread
-from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
+from parallel3d.checkpoint.init_from import keeping_biases, model_from, model_of
+from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, read_manifest, step_folder
+from parallel3d.checkpoint.runs import (
+    KEPT_FOLDER,
+    check_ema,
+    damage_refused,
+    find_checkpoint,
+    title,
+)
 from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
 from parallel3d.cli.overrides import composed
-from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, find_checkpoint, title
 from parallel3d.commands.checkpoint.new_runs import new_run, save_first
 from parallel3d.commands.checkpoint.proof import TRANSFORMERS, their_side, verdict, why_not
 from parallel3d.commands.generate import state_of
-from parallel3d.commands.init_from import Source, keeping_biases, model_from, model_of
 from parallel3d.config.fields import spell
-from parallel3d.data.keys import DataConfig
 from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,
     TOKENIZER,
-    ByteTokenizer,
     FileTokenizer,
     Roles,
     Tokenizer,
-    check_same_tokens,
-    check_vocabulary,
     converted,
-    open_tokenizer,
-    read_json,
-    tokenizer_of,
 )
 from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
-from parallel3d.files import new_folder, read_bounded, write_durably
 from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.slices import STATE
-from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER
 from parallel3d.run_config import Config, check_config
 from parallel3d.versions import newer
 
 BYTES = "its tokens are bytes, and token 256 ends texts"
 NO_TOKENIZER = "without a tokenizer, like the folder that it was imported from"
-LARGEST_KEPT = 1 << 20  # maximum size of `KEPT_FILE` in bytes
-OWNER = "tokenizer"  # key of the tokenizer's digest in `KEPT_FILE`
-
-
-def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
-    """Returns a run's tokenizer, or None if the run was imported without a tokenizer.
-
-    Raises UserError if the tokenizer cannot be read.
-    """
-    configured: Any = manifest.config.get("data", {}).get("tokenizer")
-    configured = configured if isinstance(configured, str) else None
-    found = tokenizer_of(DataConfig(tokenizer=configured), run_dir)
-    kept = _read_kept(run_dir)
-    unknown = configured is None and isinstance(found, ByteTokenizer) and OWNER in kept
-    return None if unknown and kept[OWNER] is None else found
-
-
-def write_kept(
-    run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
-) -> None:
-    """Writes `kept`, the result of `kept_keys`, into the run's folder.
-
-    If `own` is true, `tokenizer` is that of the Hugging Face folder, or None if it has none. Then
-    the digest of the tokenizer, or None, is written as well.
-    """
-    about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
-    write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
-
-
-def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns the keys that `write_kept` wrote.
-
-    Keys of special tokens are left out unless they belong to `tokenizer`. Raises UserError if the
-    file is damaged.
-    """
-    content = _read_kept(run_dir)
-    kept = kept_keys(content)
-    same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
-    return {key: value for key, value in kept.items() if same or key not in TOKENS}
-
-
-def keep_keys(source: Source, data: DataConfig, vocab_size: int, run_dir: Path) -> None:
-    """Writes the source's `kept_keys` and other files into a run that starts from it.
-
-    Only rank 0 calls this function. `data` and `vocab_size` are those of the run.
-    """
-    old = source.folder.absolute().parents[1]
-    there = old / KEPT_FILE
-    if source.hf is not None:
-        own = data.tokenizer in (None, source.tokenizer)
-        tokenizer = tokenizer_to_import(source.folder, data.tokenizer, vocab_size)
-        write_kept(run_dir, source.hf.kept, tokenizer, own=own)
-        keep_rest(source.folder, source.hf, run_dir / KEPT_FOLDER)
-    elif there.is_file():
-        write_durably(run_dir / KEPT_FILE, read_bounded(there, LARGEST_KEPT))
-        if (old / KEPT_FOLDER).is_dir():
-            with new_folder(run_dir / KEPT_FOLDER) as partial:
-                shutil.copytree(old / KEPT_FOLDER, partial, dirs_exist_ok=True)
-
-
-def _read_kept(run_dir: Path) -> dict[str, Any]:
-    return read_json(run_dir, KEPT_FILE, f"run={run_dir.name}")
-
-
-def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tokenizer | None:
-    """Returns the tokenizer that an import uses: `given`, else the folder's, else None.
-
-    Raises UserError if the tokenizer does not fit a vocabulary of `vocab_size` tokens, or if it
-    numbers a token differently from the folder's tokenizer.
-    """
-    found: Tokenizer
-    if given is not None:
-        found = open_tokenizer(given)
-        if (own := _own_tokenizer(folder)) is not None:
-            differs = check_same_tokens(own, found, str(folder))
-            if differs is not None:
-                print_line(differs)
-    elif (own := _own_tokenizer(folder)) is not None:
-        found = own
-    else:
-        return None
-    for line in check_vocabulary(found, vocab_size):
-        print_line(line)
-    return found
-
-
-def _own_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer in a Hugging Face folder, or None if it has none.
-
-    Raises UserError if it cannot be read.
-    """
-    if not (folder / TOKENIZER).is_file():
-        return None
-    read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
-    return ByteTokenizer() if read.is_of_bytes() else read
 
 
 def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:

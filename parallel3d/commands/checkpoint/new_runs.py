@@ -31,6 +31,15 @@ from parallel3d.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
+from parallel3d.checkpoint.runs import (
+    KEPT_FILE,
+    KEPT_FOLDER,
+    damage_refused,
+    find_checkpoint,
+    find_run,
+    folder_of,
+    title,
+)
 from parallel3d.checkpoint.storage import (
     State,
     TensorChunks,
@@ -38,14 +47,7 @@ from parallel3d.checkpoint.storage import (
     stored_shapes,
     write_state,
 )
-from parallel3d.commands.checkpoint.listing import (
-    damage_refused,
-    find_checkpoint,
-    find_run,
-    folder_of,
-    read_with_config,
-    title,
-)
+from parallel3d.commands.checkpoint.listing import read_with_config
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.device.precision import LossScale, master_dtype
@@ -56,7 +58,7 @@ from parallel3d.metrics.provenance import versions
 from parallel3d.models.keys import states_of
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.checks import check_run_name
-from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, check_run, filled_directory
+from parallel3d.run.directory import check_run, filled_directory
 from parallel3d.run_config import Config
 
 USUAL_SHARE = 0.1  # length of the proposed cooldown as a fraction of the steps so far

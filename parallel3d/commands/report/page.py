@@ -22,8 +22,8 @@ import numpy as np
 
 from parallel3d.blueprint.dispatch import rank_load
 from parallel3d.blueprint.layout import DIMENSIONS
+from parallel3d.checkpoint.runs import find_run
 from parallel3d.comm.step_timer import KINDS
-from parallel3d.commands.checkpoint.listing import find_run
 from parallel3d.config.fields import show, values_of
 from parallel3d.html import bar_key, colour, html_table, section, stacked_bar, whole_page
 from parallel3d.metrics.jsonl import COUNTS, rows_of, value

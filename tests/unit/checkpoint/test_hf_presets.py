@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from parallel3d.checkpoint.hf.config import from_hf
+from parallel3d.checkpoint.init_from import model_from
 from parallel3d.cli.overrides import presets
-from parallel3d.commands.init_from import model_from
 from parallel3d.commands.recipes import recipe
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import conf_dir

@@ -16,13 +16,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests
 import transformers
 
 from parallel3d.checkpoint.hf.folder import read_hf_config
+from parallel3d.checkpoint.hf.kept import keep_keys
 from parallel3d.checkpoint.hf.names import is_of_text
+from parallel3d.checkpoint.init_from import find_source
+from parallel3d.checkpoint.runs import KEPT_FOLDER
 from parallel3d.commands.checkpoint.command import checkpoint
-from parallel3d.commands.checkpoint.huggingface import keep_keys
-from parallel3d.commands.init_from import find_source
 from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
-from parallel3d.run.directory import KEPT_FOLDER
 from tests.huggingface import DIALECTS, SIZES
 
 pytestmark = pytest.mark.nightly

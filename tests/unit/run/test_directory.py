@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore
 from parallel3d import files
 from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
-from parallel3d.commands.checkpoint.listing import run_names
+from parallel3d.checkpoint.runs import run_names
 from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably

@@ -23,7 +23,7 @@ from parallel3d.checkpoint.manifest import (
     read_together,
     step_of,
 )
-from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, run_names
+from parallel3d.checkpoint.runs import CONFIG_FILE, damage_refused, find_checkpoint, run_names
 from parallel3d.config.fields import all_keys, check_fields, show, spell
 from parallel3d.data.tokenizer import (
     BYTE,
@@ -36,7 +36,6 @@ from parallel3d.data.tokenizer import (
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import plain
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run_config import Config
 
 if TYPE_CHECKING:
