@@ -2,7 +2,8 @@
 
 Fetched blocks are stored in a folder shared by the processes of a host. Each block is followed by
 its digest, so that a block cut short by a kill or a full disk is fetched again. The folder's size
-is bounded, and the least recently read blocks are removed first.
+is bounded, and the least recently read blocks are removed first. fsspec's own `blockcache` reads as
+zeros after a failed fetch, and has no bound.
 
 A run reads the version of a file that it opened. A block is kept only if the store still has that
 version after the block arrived; otherwise the run ends. A version is an ETag or the like. If
