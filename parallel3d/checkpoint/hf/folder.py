@@ -229,6 +229,8 @@ class HFFolder:
         notices: sentences on what an import leaves out or keeps unchanged.
         wrapped: whether the model is the text part of a vision model.
         unread: keys of config.json that parallel3d does not read, with their values.
+        alone: whether config.json is that of a vision model, but the weights are those of its text
+            model alone.
     """
 
     kind: str
@@ -239,6 +241,7 @@ class HFFolder:
     notices: tuple[str, ...] = ()
     wrapped: bool = False
     unread: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    alone: bool = False
 
 
 def read_hf_config(folder: Path) -> HFFolder:
@@ -250,9 +253,11 @@ def read_hf_config(folder: Path) -> HFFolder:
             f"from={folder} must be a folder with {CONFIG} and safetensors, written by "
             f"save_pretrained{_nearby(folder)}"
         )
+    has_images = config.get(TYPE) in WRAPPERS
+    alone = has_images and _has_text_alone(folder)
+    wrapped = has_images and not alone
     try:
-        wrapped = config.get(TYPE) in WRAPPERS
-        config = text_part(config) if wrapped else config
+        config, more = text_part(config, alone=alone) if has_images else (config, {})
         kind, keys, unread = from_hf(config)
         model = ModelConfig(**keys)
         check_fields(dataclasses.replace(Config(), model=model))
@@ -265,6 +270,11 @@ def read_hf_config(folder: Path) -> HFFolder:
         raise UserError(  # for example, because a size is 0 or not a number
             f"from={folder}: {CONFIG} has impossible values ({plain(str(error))})"
         ) from None
+    if alone:
+        notices += (
+            f"{CONFIG} describes a vision model, but the weights have the names of its text model "
+            "alone, which is trained and exported without the rest",
+        )
     if wrapped:
         notices += (
             "the folder holds a vision model: only its text model is trained, and an export writes "
@@ -273,7 +283,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped)
     if untied:
         keys["tie_embeddings"] = False
-    return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped, unread)
+    return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped, more | unread, alone)
 
 
 def _nearby(folder: Path) -> str:
@@ -293,6 +303,16 @@ def _nearby(folder: Path) -> str:
     if gguf := sorted(path.name for path in folder.glob("*.gguf")):
         return f"; {plain(gguf[0])} is of llama.cpp: give the folder from which it was converted"
     return "; the folder is empty" if not any(folder.iterdir()) else f"; there is no {CONFIG}"
+
+
+def _has_text_alone(folder: Path) -> bool:
+    """Returns whether the files hold layers of a text model, and no tensor of a vision model.
+
+    A head may belong to either.
+    """
+    with ExitStack() as stack:
+        names = {*_tensors(folder, stack)} - {HEAD}
+    return any(LAYER.match(name) for name in names) and not any(map(is_of_text, names))
 
 
 def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
@@ -562,14 +582,9 @@ def _match(
 
 def _other_names(name: str, where: Iterable[str], *, wrapped: bool) -> str:
     """Returns which model has a missing tensor's name in the files, as the end of a sentence."""
-    other = next((key for key in spellings(name, wrapped=not wrapped) if key in where), None)
-    if other is None:
+    other = next((key for key in spellings(name, wrapped=True) if key in where), None)
+    if wrapped or other is None:
         return ""
-    if wrapped:
-        return (
-            f" of the vision model that {CONFIG} describes, but {other} of its text model alone: "
-            f"put the object text_config in place of the whole of {CONFIG}"
-        )
     return (
         f", but {other}, as in a vision model: {CONFIG} must be that of the whole model, with "
         "text_config"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel3d.checkpoint.hf.config import EXPECTED, FIXED, TOKENS, TYPE
+from parallel3d.checkpoint.hf.config import ABOUT, EXPECTED, FIXED, TOKENS, TYPE
 from parallel3d.checkpoint.hf.families import FAMILIES, GEMMA3, LLAMA, MISTRAL
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.data.tokenizer import CHAT_TEMPLATE, CONFIG, LARGEST_BESIDE, PROCESSORS_TEMPLATE
@@ -30,7 +30,7 @@ from parallel3d.files import (
     write_durably,
 )
 
-TEXT, TIED = "text_config", "tie_word_embeddings"
+TEXT, VISION, TIED = "text_config", "vision_config", "tie_word_embeddings"
 OTHERS = "others.safetensors"
 PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
@@ -47,41 +47,67 @@ class Wrapper:
     Attributes:
         text: model_type of the text model if text_config has none.
         tied: default of tie_word_embeddings, which ties the head to the text model's embedding.
+        images: keys of the encoder, the projector and the tokens of images.
     """
 
     text: str
     tied: bool
+    images: str
 
 
+_PROJECTED = "image_token_index projector_hidden_act vision_feature_layer multimodal_projector_bias"
 # model_type of the whole model → its class.
 WRAPPERS = {
-    "gemma3": Wrapper(GEMMA3, tied=True),
-    "mistral3": Wrapper(MISTRAL, tied=True),
-    "llava": Wrapper(LLAMA, tied=False),
+    "gemma3": Wrapper(
+        GEMMA3,
+        tied=True,
+        images="boi_token_index eoi_token_index image_token_index mm_tokens_per_image",
+    ),
+    "mistral3": Wrapper(MISTRAL, tied=True, images=f"{_PROJECTED} spatial_merge_size"),
+    "llava": Wrapper(
+        LLAMA, tied=False, images=f"{_PROJECTED} image_seq_length vision_feature_select_strategy"
+    ),
 }
 
 
-def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the text model, with special tokens from the top level.
+class TextPart(NamedTuple):
+    """What a vision model's config.json says of its text model.
 
-    Raises UserError for keys with values that our model cannot express.
+    Attributes:
+        config: the config of the text model, with special tokens from the top level.
+        unread: keys of the top level that parallel3d does not read, with their values.
+    """
+
+    config: dict[str, Any]
+    unread: dict[str, Any]
+
+
+def text_part(config: Mapping[str, Any], *, alone: bool = False) -> TextPart:
+    """Returns the text model of a vision model's config.json.
+
+    With `alone`, the text model is used without the vision model, so that keys of the latter's
+    class have no effect. Raises UserError for keys with values that our model cannot express.
     """
     wrapper = WRAPPERS[config[TYPE]]
     keys = Keys(config)
-    for key, allowed in (EXPECTED | FIXED).items():
+    for key, allowed in EXPECTED.items():
+        keys.expect(key, allowed)
+    for key, allowed in FIXED.items():
         keys.require(key, allowed, allowed[0])
     text = keys.get(TEXT, None, dict)
     if text is None:
         raise UserError(f"config.json has model_type={config[TYPE]} without {TEXT}")
     kind = text.get(TYPE, wrapper.text)
-    for scale in FAMILIES[kind].scales if kind in FAMILIES else ():
+    for scale in FAMILIES[kind].scales if kind in FAMILIES and not alone else ():
         # Classes of vision models ignore these scales, so only neutral values are allowed.
         if scale.ours in ("logit_scale", "logit_cap"):
             neutral = None if scale.may_be_off else 1.0
             Keys(text, TEXT).require(scale.theirs, (neutral,), scale.usual)
     tokens = {key: config[key] for key in TOKENS if key in config}
-    tied = keys.get(TIED, wrapper.tied, bool)
-    return {TYPE: wrapper.text, **text, **tokens, TIED: tied}
+    tied = {TIED: keys.get(TIED, wrapper.tied, bool)}
+    about = {*ABOUT, *TOKENS, TYPE, VISION, "initializer_range", *wrapper.images.split()}
+    part = {TYPE: wrapper.text, **text, **tokens, **({} if alone else tied)}
+    return TextPart(part, keys.finish(about))
 
 
 def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, Any]:

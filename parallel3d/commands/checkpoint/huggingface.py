@@ -227,7 +227,7 @@ def _prove(
     if sentence := newer((TRANSFORMERS,)):
         print_line(sentence)
     # The model of transformers is freed before ours is made, so that only one is in memory.
-    theirs = their_side(folder, model, wrapped=source.wrapped)
+    theirs = their_side(folder, model, wrapped=source.wrapped, alone=source.alone)
 
     def fill(stage: Stage) -> None:
         read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))

@@ -241,11 +241,14 @@ def _positions(stage: Stage, model: ModelConfig, places: Tensor, angles: float) 
     return Positions(tuple(rotary), temperature)
 
 
-def their_side(folder: Path, model: ModelConfig, *, wrapped: bool = False) -> Theirs:
+def their_side(
+    folder: Path, model: ModelConfig, *, wrapped: bool = False, alone: bool = False
+) -> Theirs:
     """Runs a folder's model in transformers over the rows that reach its and our changes.
 
     `model` is the run's model. If `wrapped` is true, the folder has a vision model, whose text part
-    is used. Raises UserError if transformers fails.
+    is used; if `alone` is true, only its config.json is that of a vision model. Raises UserError if
+    transformers fails.
     """
     import transformers
 
@@ -257,8 +260,15 @@ def their_side(folder: Path, model: ModelConfig, *, wrapped: bool = False) -> Th
             auto = transformers.AutoModelForCausalLM
             if wrapped:  # the text part of a vision model
                 auto = transformers.AutoModelForImageTextToText
+            given: dict[str, Any] = {}
+            if alone:
+                whole = transformers.AutoConfig.from_pretrained(
+                    folder, trust_remote_code=False, local_files_only=True
+                )
+                given = {"config": whole.get_text_config()}
             theirs = auto.from_pretrained(
                 folder,
+                **given,
                 dtype=torch.float32,
                 attn_implementation="eager",
                 use_safetensors=True,  # so that nothing is unpickled

@@ -171,6 +171,52 @@ def test_both_layouts_of_names_are_read_and_written() -> None:
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
 
 
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava"])
+def test_a_text_model_alone_under_the_config_of_a_vision_model_is_proven(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = make(name)
+    alone = {
+        key.replace("language_model.model.", "model.").removeprefix("language_model."): tensor
+        for key, tensor in tensors_in("hf").items()
+        if is_of_text(key)
+    }
+    assert any(key.startswith("model.layers.0.") for key in alone)
+    save_file(alone, "hf/model.safetensors", metadata={"format": "pt"})
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert "config.json describes a vision model, but the weights" in said
+    assert "proven: the logits of " in said
+    assert checkpoint(["export", "run=t", "to=out"]) == 0
+    assert tensors_in("out").keys() == alone.keys() - (
+        {"lm_head.weight"} if theirs.config.get_text_config().tie_word_embeddings else set()
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    tokens = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            again.eval()(tokens).logits, theirs.eval()(tokens).logits, rtol=0, atol=1e-5
+        )
+
+
+def test_keys_beside_text_config_that_nothing_reads_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("gemma3", "llava", "mistral3"):
+        shutil.rmtree("hf", ignore_errors=True)
+        make(name)
+        assert read_hf_config(Path("hf")).unread.keys() <= {"pretraining_tp"}
+    path = Path("hf/config.json")
+    config = json.loads(path.read_text()) | {"unsloth_version": "2026.1"}
+    path.write_text(json.dumps(config | {"is_causal": False}))
+    with pytest.raises(UserError, match=r"may be is_causal=false, unsloth_version=2026\.1"):
+        checkpoint(["import", "from=hf", "run=t"])
+    path.write_text(json.dumps(config))
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert "unsloth_version=2026.1 in config.json, which parallel3d does not read" in said
+
+
 def test_what_lies_beside_the_text_model_follows_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
