@@ -9,13 +9,14 @@ import dataclasses
 import math
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel3d.checkpoint import identity
+from parallel3d.checkpoint.identity import ConfigChange
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     PARAMETER,
@@ -45,6 +46,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.fields import show, spell
 from parallel3d.config.length import Length
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.corpus import Blend, history_until
@@ -97,22 +99,31 @@ def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | Non
     The result has the reason if the run cannot resume from the checkpoint; otherwise it may have a
     note on the data files.
     """
-    refusal = identity.refusal(config.run, identity.changes(manifest.config, config))
+    found = identity.changes(manifest.config, config)
+    refusal = identity.refusal(config.run, found)
     reads = not config.train.eval_only
     if refusal is None and corpus is not None and manifest.data:
         here = facts_of(corpus)
-        refusal = _other_text(manifest, here, config.run, config.model.seq_length, reads=reads)
+        others = [change for change in found if change.key.startswith("data.")]
+        length = config.model.seq_length
+        refusal = _other_text(manifest, here, config.run, length, others, reads=reads)
     if refusal is not None or corpus is None or not reads:
         return Compared(refusal)
     return compare(corpus.watched, manifest.data.get("files", ""))
 
 
 def _other_text(
-    manifest: Manifest, here: DataFacts, run: str | None, seq_length: int, *, reads: bool
+    manifest: Manifest,
+    here: DataFacts,
+    run: str | None,
+    seq_length: int,
+    changes: Sequence[ConfigChange],
+    *,
+    reads: bool,
 ) -> str | None:
     """Returns why a run cannot resume with the text `here`, or None if it can.
 
-    With `reads`, the run trains on samples of the text.
+    With `reads`, the run trains on samples of the text. `changes` are the changed keys of data.
     """
     # The files' marks contain times and inodes, which may change.
     if {**manifest.data, "files": here["files"]} == here:
@@ -132,9 +143,16 @@ def _other_text(
         f"run={run} cannot resume with another text: its fingerprint is "
         f"{plain(manifest.data['fingerprint'][:12])} in the checkpoint, but "
         f"{here['fingerprint'][:12]} now ({manifest.data['train_tokens']} and "
-        f"{here['train_tokens']} tokens to train on); give the data.path of the first start, or "
-        "choose another run="
+        f"{here['train_tokens']} tokens to train on); {_remedy(changes)}, or choose another run="
     )
+
+
+def _remedy(changes: Sequence[ConfigChange]) -> str:
+    """Returns how to have the text of a checkpoint, if `changes` are the changed keys of data."""
+    if not changes:
+        return "give the data.path of the first start"
+    words = " ".join(plain(spell(change.key, change.there)) for change in changes[:3])
+    return f"give {words} as there"
 
 
 def _other_blend(manifest: Manifest, run: str | None, seq_length: int, here: str) -> str | None:
@@ -506,7 +524,7 @@ class Checkpoints:
         }
         for title, some in groups.items():
             if some:
-                shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
+                shown = ", ".join(f"{c.key} {plain(show(c.there))} → {show(c.here)}" for c in some)
                 parts.append(f"{title}: {shown}")
         samples = int(manifest.progress["consumed_samples"])
         sizes, seq_length = self.config.batch_sizes, self.config.model.seq_length

@@ -43,7 +43,7 @@ class ConfigChange(NamedTuple):
         return all_keys(Config)[self.key].resume == LAYOUT
 
     def __str__(self) -> str:
-        return f"{self.key} is {self.there!r} there, now {self.here!r}"
+        return f"{self.key} is {show(self.there)} there, now {show(self.here)}"
 
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:

@@ -39,6 +39,8 @@ _ABOUT = re.compile(
     r"dataset_?card|terms_of_use|(md5|sha\d+|b2|check)sums?)(\.\w+)?",
     re.IGNORECASE,
 )
+# Files that Windows and macOS write into folders that somebody opened; hidden ones do not count.
+_OF_SYSTEM = re.compile(r"desktop\.ini|(eh)?thumbs(_vista)?\.db|icon\r", re.IGNORECASE)
 _ABOUT_ENDS = ("", *PROSE, ".md", ".markdown", ".rst", ".html", ".cff", ".bib")
 
 TRAIN = "train"
@@ -154,10 +156,10 @@ def _by_name(
     for below in files:
         name = below.rpartition("/")[2]
         form = named(name)
-        if form is None:
-            unknown[below] = Form(typed or TEXT, endings(name)[1])
-        elif why := _no_document(below):
+        if (why := _no_document(below)) and (form is not None or _OF_SYSTEM.fullmatch(name)):
             left_out.setdefault(why, []).append(below)
+        elif form is None:
+            unknown[below] = Form(typed or TEXT, endings(name)[1])
         else:
             forms[below] = form if typed is None else form._replace(kind=typed)
     if typed is not None and not forms:
@@ -189,6 +191,8 @@ def _no_document(below: str) -> str | None:
     """Returns why a file of this name is not a training document, or None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
+    if _OF_SYSTEM.fullmatch(name):
+        return "files of the operating system"
     # Spark, Hive and pyarrow hide such names, as in _SUCCESS; in code they are usual.
     if end not in CODE and (
         any(p.startswith("_") for p in folders) or (name[0] == "_" and not end)

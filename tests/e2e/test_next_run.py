@@ -58,7 +58,7 @@ def test_a_run_starts_from_another_and_resumes_without_its_keys(
             "init_optimizer=true loads the optimizer's state from init_from",
         ),
         (("init_from=book.txt",), "must be a run in runs_dir=runs"),
-        (("run=new", "init_from=old@1"), "init_from is 'old@2' there, now 'old@1'"),
+        (("run=new", "init_from=old@1"), "init_from is old@2 there, now old@1"),
         (("run=new", "seed=8"), "seed is 9 there, now 8"),
     ):
         refused = answer(shell, capfd, "train", *words)

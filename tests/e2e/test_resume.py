@@ -109,8 +109,8 @@ def test_a_run_resumes(shell: Shell) -> None:
     words = ("seed=7", "model.hidden_size=64", "optim.name=adamw")
     other = train(shell, "run=mine", *words, ranks=1)
     assert other.code == 2
-    assert "model.hidden_size is 32 there, now 64, optim.name is 'muon' there" in other.err
-    assert "now 'adamw', seed is 1234 there, now 7" in other.err
+    assert "model.hidden_size is 32 there, now 64, optim.name is muon there" in other.err
+    assert "now adamw, seed is 1234 there, now 7" in other.err
 
     folder = runs / "mine" / "checkpoints"
     flip(folder / "step-00000006" / "rank-00001.safetensors")
@@ -124,7 +124,7 @@ def test_a_run_resumes(shell: Shell) -> None:
     kept_keys, damaged, resumed, dropped = said(moved)
     assert kept_keys.endswith(": optim.name=muon, optim.momentum=0.95")
     assert "values kept from its last start" in kept_keys
-    assert "optim.state bf16 → fp32" in resumed and "optim.ema_decay 0.9 → None" in resumed
+    assert "optim.state bf16 → fp32" in resumed and "optim.ema_decay 0.9 → null" in resumed
     assert dropped == "parallel3d: optim.ema_decay=null: the average of the weights is dropped"
     assert (
         "is not what was written: the checkpoint is renamed to damaged-step-00000006, and the"
@@ -298,5 +298,9 @@ def test_a_start_that_saved_nothing_does_not_bind_later_ones(shell: Shell) -> No
     book.write_text("another text\n" * 900)
     refused = start("run=new", f"data.path={book}", "train.steps=2", "seed=4")
     assert refused.code == 2 and "cannot resume with another text" in refused.err
+    there = base["data.path"]
+    assert f"give {there} as there, or" in refused.err
+    mended = start("run=new", there, "train.steps=1", "seed=4")
+    assert mended.code == 0 and "is finished: 1 step" in mended.err, mended
     on = run_forked(shell, "train", "run=new", "train.steps=2", ranks=1)
     assert on.code == 0, on

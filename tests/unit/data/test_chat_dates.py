@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date, datetime
 from pathlib import Path
 from unittest.mock import patch
@@ -12,11 +12,15 @@ import pytest
 import transformers
 from transformers.utils import chat_template_utils
 
+from parallel3d.checkpoint.checkpoints import compared_with, facts_of
+from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.data.chat import ChatTemplate, Reader, Refused, find_chat, with_date
-from parallel3d.data.corpus import check_data
+from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.unit.data.test_chat import TALKS, home, row
 
 TURNS = (
@@ -79,6 +83,23 @@ def test_the_first_start_gives_the_date_and_says_so(tmp_path: Path) -> None:
     assert with_date(dated) == (dated, []), "the next start keeps it without a word"
     bare = chat(tmp_path / "bare", TURNS)
     assert with_date(bare) == (bare, [])
+
+
+@pytest.mark.parametrize("name", ["dated", "bare"])
+def test_a_run_with_another_date_names_it(tmp_path: Path, name: str) -> None:
+    template = DATED["called"] + TURNS if name == "dated" else TURNS
+    first = replace(chat(tmp_path, template, chat_date="2026-11-29"), packing="padded")
+    model = ModelConfig(seq_length=200)
+    configs = [Config(data=replace(first, chat_date=day), model=model) for day in
+               ("2026-11-29", "2026-11-30")]  # fmt: skip
+    texts = [open_corpus(config.data, 200) for config in configs]
+    saved = Manifest(1, {}, asdict(configs[0]), facts_of(texts[0]), "", {}, ())
+    refusal = compared_with(saved, configs[1], texts[1]).refusal
+    if name == "bare":
+        assert refusal is None
+        return
+    assert refusal is not None and "give data.chat_date=2026-11-29 as there" in refusal
+    assert compared_with(saved, configs[0], texts[0]).refusal is None
 
 
 def test_the_cache_is_of_one_date(tmp_path: Path) -> None:

@@ -436,6 +436,18 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
         ["text: 4 files (.py 2, .rs 1, .go 1)", "not read (.csv 1, .png 1, .pyc 1): 3",
          "JSON that holds no rows: 1 (package.json)"],
     ),
+    "code, opened by Windows and macOS": (
+        {"a.py": b"a = 1\n", "Desktop.ini": b"[.ShellClassInfo]\r\n", "Thumbs.db": b"\xd0\xcf\x00",
+         ".DS_Store": b"\x00\x00\x00\x01Bud1"},
+        ["a = 1\n"],
+        ["files of the operating system: 2"],
+    ),
+    "documents, opened by Windows and macOS": (
+        {"a.txt": b"a", "b/desktop.ini": b"[.ShellClassInfo]\r\n", "b/Thumbs.db": b"\xd0\xcf\x00",
+         ".DS_Store": b"\x00\x00\x00\x01Bud1", "Icon\r": b""},
+        ["a"],
+        ["files of the operating system: 3"],
+    ),
     "an archive among rows": (
         {"a.jsonl": TRAIN, "b.tar.gz": archive("w:gz")},
         ["train"],
