@@ -451,14 +451,15 @@ class Save:
         number: number of this save since the start of the session.
         state: this rank's chunks.
         facts: the manifest without its files and its time.
-        expected: the numbers of elements that all ranks together write.
+        expected: the numbers of elements that all ranks together write; None if the caller knows
+            that they make up the state.
     """
 
     step: int
     number: int
     state: State
     facts: Manifest
-    expected: ElementCounts
+    expected: ElementCounts | None
 
 
 class Saver:
@@ -572,7 +573,7 @@ class Saver:
         Raises OSError if writing fails, and RuntimeError if elements are missing or surplus.
         """
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
-        if (clause := save.expected.missing(totals)) is not None:
+        if save.expected and (clause := save.expected.missing(totals)) is not None:
             raise RuntimeError(f"the ranks wrote {clause}")
         files = [part.file for part in parts if part.file is not None]
         complete(self._unfinished(save), save.facts, files)

@@ -1,18 +1,17 @@
 """Saves and loads a script's training state (model, optimizer, step) under any split of the model.
 
-The files have the format of the trainer's checkpoints (`checkpoint.storage`): safetensors with a
-SHA-256 of every chunk, and a JSON manifest. The same functions create, name and list the folders
-(`checkpoint.saver`, `checkpoint.manifest`). Unlike in the trainer, the ranks agree by collectives
-in the script's own thread. Nothing is pickled or unpickled.
+The trainer's saver writes the files, which have the format of the trainer's checkpoints
+(`checkpoint.storage`). Nothing is pickled or unpickled.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import secrets
+import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     COUNTS,
     PARAMETER,
-    FileDigest,
     Manifest,
     list_checkpoints,
     read_together,
@@ -34,12 +33,11 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from parallel3d.checkpoint.saver import complete, remove_all, unfinished_folder, write_part
+from parallel3d.checkpoint.saver import Save, Saver
 from parallel3d.checkpoint.storage import DTYPES, TensorChunks, read_state, stored_shapes
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.device.accelerator import device_of_words
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.files import flush_folder
 from parallel3d.library.state_dicts import sharded_state_dict
 from parallel3d.metrics.provenance import versions
 from parallel3d.parameters.segments import Chunk
@@ -49,40 +47,40 @@ from parallel3d.tensor_parallel.layers import dtensor_of
 T = TypeVar("T")
 # Settings of an optimizer that are not restored, since the script itself chooses them.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+TIMEOUT_S = 1800.0  # time for which rank 0 waits for the files of the others
 Held = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
 
 
-class TrainingState(NamedTuple):
-    """Step and extra values of a checkpoint; `load` fills the module and the optimizer in place."""
+class _Parts(NamedTuple):
+    """The parts of a state dict that a script gave.
 
-    step: int
-    extra: dict[str, Any]
+    Attributes:
+        others: every other value, as JSON: the state dict of a scheduler, or a value itself.
+    """
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    others: dict[str, Any]
 
 
 def save(
-    folder: str | os.PathLike[str],
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str], step: int
 ) -> Path:
-    """Writes a checkpoint of the training state into `folder`.
+    """Writes a checkpoint of `state_dict` into the folder `checkpoint_id`.
 
     Every rank writes its shards, but only one of several equal copies is written. The new folder
-    `folder/checkpoints/step-…` appears when all of it is on disk. All hosts must share this file
-    system. The call is collective over the world.
+    `checkpoint_id/checkpoints/step-…` appears when all of it is on disk. All hosts must share this
+    file system. The call is collective over the world.
 
     Args:
-        folder: the run's folder.
-        net: a plain module, a module with tensor-parallel layers, a `Pipeline`, a module under
-            `fully_shard`, or a combination of these. It must not contain a `Pipeline` among other
-            modules.
-        optimizer: optimizer of the parameters of `net`; None saves no optimizer.
+        state_dict: what to save, under names of your own: one module, at most one optimizer of its
+            parameters, and further values that the script needs to resume. These are JSON (numbers,
+            texts, lists and dicts) or have a `state_dict()` that is JSON, such as a learning-rate
+            scheduler; rank 0's are saved. The module is a plain one, one with tensor-parallel
+            layers, a `Pipeline`, one under `fully_shard`, or a combination of these. It must not
+            contain a `Pipeline` among other modules.
+        checkpoint_id: the run's folder.
         step: number of optimizer steps done.
-        extra: further values that the script needs to resume, such as the state dict of a
-            learning-rate scheduler. They must be JSON: numbers, texts, lists and dicts. Rank 0's
-            values are saved; None saves none.
 
     Returns:
         The new folder.
@@ -93,51 +91,54 @@ def save(
             a tensor.
         OSError: on every rank, if a file could not be written. Nothing is left behind then.
     """
-    held, facts = _together(lambda: _to_save(net, optimizer, step, extra))
+    held, facts, extra = _together(lambda: _to_save(_parts_of("save", state_dict), step))
     chunks = [[name, shape, chunk.offsets, chunk.sizes] for name, shape, chunk, _ in held]
     everyone = _share({"chunks": chunks, "facts": facts})
     own = _own_chunks(held, [theirs["chunks"] for theirs in everyone])
-    script = {"optimizer": _merged([theirs["facts"] for theirs in everyone]), "extra": extra or {}}
-    name = _on_first_rank(lambda: _new_folder(Path(folder), step))
-    unfinished = Path(folder) / CHECKPOINTS / name
-    try:
-        written = _together(lambda: _write(unfinished, own))
-        files = [FileDigest(**file) for file in _share(written) if file]
-        _on_first_rank(lambda: _finish(unfinished, step, script, files))
-    finally:
-        if _rank() == 0:
-            remove_all([unfinished])  # after a success, the folder has its final name
-    return unfinished.with_name(step_folder(step))
+    script = {"optimizer": _merged([theirs["facts"] for theirs in everyone]), "extra": extra}
+    folder = Path(checkpoint_id)
+    final = folder / CHECKPOINTS / step_folder(step)
+    session = _on_first_rank(lambda: _new_session(folder, final))
+    progress = {**dict.fromkeys(COUNTS, 0), "steps": step, "updates": step, "loss_scale": 1.0}
+    manifest = Manifest(step, progress, {"script": script}, {}, "", versions(), ())
+    keep_all = CheckpointConfig(keep=sys.maxsize)
+    saver = Saver(folder, keep_all, _rank(), len(everyone), session, TIMEOUT_S)
+    saver.start(Save(step, 0, own, manifest, expected=None), background=False)
+    outcome = saver.join()
+    for note in outcome.notes:
+        warnings.warn(note, stacklevel=2)
+    problem, is_bug = _share([outcome.problem, outcome.is_bug])[0]  # rank 0 knows of all ranks
+    if problem is not None:
+        raise RuntimeError(problem) if is_bug else OSError(problem)
+    return final
 
 
 def load(
-    folder: str | os.PathLike[str],
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    step: int | None = None,
-) -> TrainingState | None:
-    """Loads a checkpoint that `save` wrote, under any split of the model.
+    state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], step: int | None = None
+) -> int | None:
+    """Loads a checkpoint that `save` wrote into `state_dict`, under any split of the model.
 
-    Every rank reads the chunks that it needs, and verifies them. The call is collective over the
-    world.
+    The module, the optimizer and objects with a `load_state_dict` are filled in place, and other
+    values are replaced in the dict. Every rank reads the chunks that it needs, and verifies them.
+    The call is collective over the world.
 
     Args:
-        folder: the run's folder.
-        net: the same model, whose values are overwritten.
-        optimizer: optimizer with the same parameter groups, whose state is overwritten; with None,
-            the saved state of an optimizer is not read.
+        state_dict: the same model with other values; the optimizer must have the same parameter
+            groups. What the checkpoint has beyond the names of this dict is not read.
+        checkpoint_id: the run's folder.
         step: step of the checkpoint; None stands for the newest.
 
     Returns:
-        The step and the extra values, or None if `step` is None and the folder has no checkpoint.
+        The step, or None if `step` is None and the folder has no checkpoint.
 
     Raises:
-        UserError: on every rank, if there is no such step, if model or parameter groups differ from
-            the saved ones, or if a file is damaged.
+        UserError: on every rank, if there is no such step, if model, parameter groups or names
+            differ from the saved ones, or if a file is damaged.
         TrainingFailure: on every rank, if a rank could not read the files.
     """
-    path = _chosen(Path(folder), step)
+    folder = Path(checkpoint_id)
+    net, optimizer, others = _together(lambda: _parts_of("load", state_dict))
+    path = _chosen(folder, step)
     if path is None:
         return None
     shapes, why = read_together(lambda: stored_shapes(path), _share)
@@ -151,38 +152,70 @@ def load(
     if manifest is None:
         raise UserError(f"load({folder}): {why}; give another step")
     saved, extra = _script_of(manifest, path)
+    for name in others:
+        if name not in extra:
+            raise UserError(
+                f"{path} has no {name}, which this state dict has{nearest_hint(name, extra)}"
+            )
     if optimizer is not None:
         _together(lambda: _check_groups(optimizer, net, saved, path))
         _restore(optimizer, net, moments, saved)
-    return TrainingState(manifest.step, extra)
+    for name in others:
+        if hasattr(state_dict[name], "load_state_dict"):
+            state_dict[name].load_state_dict(extra[name])
+        else:
+            state_dict[name] = extra[name]
+    return manifest.step
+
+
+def _parts_of(call: str, state_dict: Mapping[str, Any]) -> _Parts:
+    if not isinstance(state_dict, Mapping):
+        raise UserError(
+            f"{call}({type(state_dict).__name__}, …) must get a dict first, as in "
+            f'{call}({{"model": net, "optimizer": optimizer}}, checkpoint_id="runs/mine")'
+        )
+    nets = [name for name, value in state_dict.items() if isinstance(value, nn.Module)]
+    optimizers = [n for n, v in state_dict.items() if isinstance(v, torch.optim.Optimizer)]
+    if len(nets) != 1 or len(optimizers) > 1:
+        raise UserError(
+            f"{call}: the state dict has {len(nets)} modules and {len(optimizers)} optimizers, but "
+            "must have one module and at most one optimizer; put several into an nn.ModuleDict, "
+            "with one optimizer of all their parameters"
+        )
+    others = {}
+    for name, value in state_dict.items():
+        if name not in (*nets, *optimizers):
+            others[name] = value.state_dict() if hasattr(value, "state_dict") else value
+    optimizer = state_dict[optimizers[0]] if optimizers else None
+    return _Parts(state_dict[nets[0]], optimizer, others)
 
 
 # The state to save.
 
 
-def _to_save(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    step: int,
-    extra: Mapping[str, Any] | None,
-) -> tuple[list[Held], dict[str, Any]]:
-    """Returns this rank's chunks, named kind/name, and the optimizer's other state as JSON."""
+def _to_save(parts: _Parts, step: int) -> tuple[list[Held], dict[str, Any], dict[str, Any]]:
+    """Returns this rank's chunks, named kind/name, the optimizer's other state, and other values.
+
+    The last two are JSON.
+    """
+    net, optimizer, others = parts
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(
             f"save(step={step!r}) must be a whole number from 0 on; give the steps done"
         )
-    _check_json("save(extra=…)", extra)
+    for name, value in others.items():
+        _check_json(f"save: {name}", value)
     tensors: dict[str, Tensor] = {}
     for name, value in sharded_state_dict(net).items():
         if not isinstance(value, Tensor):
             raise UserError(
                 f"save: {name} is a {type(value).__name__}, but must be a tensor; keep it in a "
-                "buffer or give it as extra= instead"
+                "buffer, or give it under a name of its own instead"
             )
         tensors[f"{PARAMETER}/{name}"] = value
     facts: dict[str, Any] = {"groups": [], "group_of": {}, "values": {}}
     if optimizer is None:
-        return _held(tensors), facts
+        return _held(tensors), facts, others
     for group in optimizer.param_groups:
         kept = {key: _plain(v) for key, v in group.items() if key not in IMPLEMENTATION}
         _check_json("save(optimizer=…): its parameter groups", kept)
@@ -202,7 +235,7 @@ def _to_save(
                     f"must have that of the parameter, {tuple(parameter.shape)}; use an optimizer "
                     "such as AdamW or SGD instead"
                 )
-    return _held(tensors), facts
+    return _held(tensors), facts, others
 
 
 def _named(
@@ -322,35 +355,15 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 # The folder of a checkpoint.
 
 
-def _new_folder(folder: Path, step: int) -> str:
-    """Returns the name of the unfinished folder. Raises UserError if the step is saved already."""
-    unfinished = unfinished_folder(folder, step, secrets.token_hex(6))
-    final = unfinished.with_name(step_folder(step))
+def _new_session(folder: Path, final: Path) -> str:
+    """Returns a name for this save. Raises UserError if the step is saved already."""
     if final.exists():
         raise UserError(
             f"save: {final} is there already, but must be new; give another step or folder, or "
             "remove it"
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return unfinished.name
-
-
-def _write(unfinished: Path, own: dict[str, TensorChunks]) -> dict[str, Any] | None:
-    """Writes this rank's file and returns its digest as JSON, or None if it has no chunks."""
-    try:
-        file = write_part(unfinished, _rank(), own)
-    except OSError as error:
-        why = f"rank {_rank()} cannot write to {unfinished}: {error.strerror or error}"
-        raise OSError(why) from None
-    return None if file is None else dataclasses.asdict(file)
-
-
-def _finish(unfinished: Path, step: int, script: dict[str, Any], files: list[FileDigest]) -> None:
-    """Writes the manifest, and gives the folder its final name."""
-    own = {"steps": step, "updates": step, "loss_scale": 1.0}
-    progress = {**dict.fromkeys(COUNTS, 0), **own}
-    facts = Manifest(step, progress, {"script": script}, {}, "", versions(), ())
-    flush_folder(complete(unfinished, facts, files).parent)
+    return secrets.token_hex(6)
 
 
 def _chosen(folder: Path, step: int | None) -> Path | None:

@@ -74,12 +74,13 @@ def saved_and_loaded(folder: str) -> None:
     inputs, targets = (t.to(here()) for t in batch())
     loss_of(module(inputs), targets).backward()
     optimizer.step()
-    p3d.save(folder, module, optimizer, step=1)
+    state = {"model": module, "optimizer": optimizer}
+    p3d.save(state, checkpoint_id=folder, step=1)
     wanted = {k: v.cpu() for k, v in module.state_dict().items()}
     moment = optimizer.state[module[1].up.weight]["exp_avg"].cpu()
     other = net(groups.tp).to(here())
     fresh = torch.optim.AdamW(other.parameters(), lr=0.2)
-    assert p3d.load(folder, other, fresh) == (1, {})
+    assert p3d.load({"model": other, "optimizer": fresh}, checkpoint_id=folder) == 1
     assert all(torch.equal(v.cpu(), wanted[k]) for k, v in other.state_dict().items())
     assert torch.equal(fresh.state[other[1].up.weight]["exp_avg"].cpu(), moment)
     assert fresh.param_groups[0]["lr"] == 0.1

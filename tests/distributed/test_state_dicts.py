@@ -204,8 +204,9 @@ def tied(folder: str) -> tuple[float, dict[str, Any]]:
     torch.manual_seed(5)
     net = Tied(p3d.init(tp=None, dp=1).tp).double()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    if p3d.load(folder, net, optimizer) is None:
-        p3d.save(folder, net, optimizer, step=1)
+    state = {"model": net, "optimizer": optimizer}
+    if p3d.load(state, checkpoint_id=folder) is None:
+        p3d.save(state, checkpoint_id=folder, step=1)
     net(torch.arange(WORDS)).square().mean().backward()
     norm = float(p3d.clip_grad_norm_(net.parameters(), 1e9))
     optimizer.step()

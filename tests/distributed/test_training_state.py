@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import parallel3d as p3d
 from parallel3d.checkpoint import saver
-from parallel3d.checkpoint.manifest import entries, read_manifest, write_manifest
+from parallel3d.checkpoint.manifest import entries, list_checkpoints, read_manifest, write_manifest
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import WIDTH, WORDS, loss_of, mine, net
@@ -80,8 +80,13 @@ class Training:
             if name.endswith("seen"):
                 buffer.add_(1)
 
-    def extra(self) -> dict[str, Any]:
-        return {"schedule": self.schedule.state_dict(), "seed": 7}
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.net,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "seed": 0,
+        }
 
     def weights(self) -> dict[str, Tensor]:
         return p3d.full_state_dict(self.net)
@@ -97,19 +102,17 @@ def resume(
         training = Training(name, sizes, optimizer)
         if steps:
             training.step()  # to be overwritten
+        state = training.state()
         with patch.object(pickle, "Unpickler", None), patch.object(torch, "load", None):
-            state = p3d.load(folder, training.net, training.optimizer)
-        assert (state is None) == (steps == 0)
-        if state is not None:
-            assert state.step == steps and state.extra["seed"] == 7
-            training.schedule.load_state_dict(state.extra["schedule"])
+            loaded = p3d.load(state, checkpoint_id=folder)
+        assert loaded == (steps or None)
+        if loaded is not None:
+            assert state["seed"] == 7
             assert training.optimizer.param_groups[1]["weight_decay"] == 0.0
         for _ in range(2):
             training.step()
         steps += 2
-        path = p3d.save(
-            folder, training.net, training.optimizer, step=steps, extra=training.extra()
-        )
+        path = p3d.save({**training.state(), "seed": 7}, checkpoint_id=folder, step=steps)
         assert path.name == f"step-{steps:08}"
         found[name] = {key: value.numpy() for key, value in training.weights().items()}
     return found
@@ -133,7 +136,7 @@ def test_training_resumes_under_another_split(optimizer: str, pool: Pool, tmp_pa
         found += pool.run(ranks, resume, splits, optimizer, steps, tmp_path)[0].items()
         steps += 2 * len(splits)
     (wanted,) = pool.run(1, uninterrupted, optimizer, len(found))
-    assert len(list((tmp_path / "checkpoints").iterdir())) == len(found) == len(wanted)
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == len(found) == len(wanted)
     for number, ((split, ours), theirs) in enumerate(zip(found, wanted, strict=True)):
         assert list(ours) == list(theirs)
         for name, value in theirs.items():
@@ -150,10 +153,9 @@ def the_newest_or_a_step(folder: str) -> None:
     layer = p3d.ColumnParallelLinear(4, 4, p3d.init(tp=2).tp)
     for step in (2, 10):
         nn.init.constant_(layer.weight, step)
-        p3d.save(folder, layer, step=step)
+        p3d.save({"model": layer}, checkpoint_id=folder, step=step)
     for step, wanted in ((None, 10), (2, 2)):
-        state = p3d.load(folder, layer, step=step)
-        assert state == (wanted, {})
+        assert p3d.load({"model": layer}, checkpoint_id=folder, step=step) == wanted
         assert bool((layer.weight == wanted).all())
 
 
@@ -179,7 +181,7 @@ def refusals(folder: str) -> list[str]:
     rank = group.index
     pipe = p3d.Pipeline([nn.Linear(2, 3), nn.Linear(3, 2)], group)
     optimizer = torch.optim.Adam(pipe.parameters())
-    p3d.save(folder, pipe, optimizer, step=1, extra={"a": 1})
+    p3d.save({"model": pipe, "optimizer": optimizer, "a": 1}, checkpoint_id=folder, step=1)
     counting = p3d.Pipeline([nn.Linear(2, 2), Counting(2, 2)], group)
     complex_ = p3d.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)], group)
     wider = p3d.Pipeline([nn.Linear(2, 4), nn.Linear(4, 2)], group)
@@ -191,31 +193,41 @@ def refusals(folder: str) -> list[str]:
     other(torch.ones(1, 5)).sum().backward()
     factored.step()
     two = [{"params": [p]} for p in pipe.parameters()]
-    save, load = p3d.save, p3d.load
+
+    def save(step: int, net: nn.Module | None, **others: Any) -> str:
+        state = others if net is None else {"model": net, **others}
+        return said(p3d.save, state, checkpoint_id=folder, step=step)
+
+    def load(net: nn.Module, step: int | None = None, **others: Any) -> str:
+        return said(p3d.load, {"model": net, **others}, checkpoint_id=folder, step=step)
+
     found = [
-        said(save, folder, pipe, optimizer, step=1),
-        said(save, folder, pipe, step=-1),
-        said(save, folder, pipe, step=2, extra={"a": {3}} if rank else {}),
-        said(save, folder, counting, step=2),
-        said(save, folder, complex_, step=2),
-        said(save, folder, unlike, step=2),
-        said(save, folder, other, factored, step=2),
-        said(save, folder, pipe, torch.optim.SGD(other.parameters(), lr=1.0), step=2),
-        said(load, folder, pipe, step=7),
-        said(load, folder, wider),
-        said(load, folder, longer),
-        said(load, folder, pipe, torch.optim.Adam(two)),
+        save(1, pipe, optimizer=optimizer),
+        save(-1, pipe),
+        save(2, pipe, a={3} if rank else 0),
+        save(2, None, a=1),
+        save(2, counting),
+        save(2, complex_),
+        save(2, unlike),
+        save(2, other, optimizer=factored),
+        save(2, pipe, optimizer=torch.optim.SGD(other.parameters(), lr=1.0)),
+        said(p3d.load, folder, checkpoint_id=folder),
+        load(pipe, 7),
+        load(wider),
+        load(longer),
+        load(pipe, b=1),
+        load(pipe, optimizer=torch.optim.Adam(two)),
     ]
     with patch.object(os, "rename", side_effect=OSError(28, "No space left on device")):
-        found.append(said(save, folder, pipe, step=2))
+        found.append(save(2, pipe))
     parent = Path(folder) / "checkpoints"
     if rank == 0:
-        assert [p.name for p in parent.iterdir()] == ["step-00000001"]
+        assert sorted(p.name for p in parent.iterdir()) == ["latest", "step-00000001"]
         file = next((parent / "step-00000001").glob("rank-0*"))
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    found.append(said(load, folder, pipe, optimizer))
+    found.append(load(pipe, optimizer=optimizer))
     return found
 
 
@@ -227,15 +239,18 @@ def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
     wanted = (
         "step-00000001 is there already, but must be new; give another step",
         "save(step=-1) must be a whole number",
-        "save(extra=…) must be JSON",
+        "save: a must be JSON",
+        "has 0 modules and 0 optimizers, but must have one module and at most one optimizer",
         "1._extra_state is a dict, but must be a tensor",
         "parameter/1.weight has type torch.complex64, but must have one that a checkpoint",
         "parameter/weight has shape [3, 2] on rank 1, but must have [2, 2]",
         "but must have that of the parameter, (6, 5); use an optimizer such as AdamW",
         "not in the module; all its parameters must belong to the module",
+        'as in load({"model": net, "optimizer": optimizer}, checkpoint_id="runs/mine")',
         "load(step=7) must be a checkpoint in",
         "has parameter/0.weight of shape (3, 2), but must have it of shape (4, 2)",
         "has no 2.bias, but must be of this model; the nearest is",
+        "has no b, which this state dict has",
         "was saved from an optimizer with 1 parameter groups, but this optimizer has 2",
         "No space left on device",
         "is not what was written; give another step",
@@ -249,8 +264,8 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
     optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in ((layer, 0.1), (twin, 0.2))]
     layer(torch.ones(1, 3)).sum().backward()
     optimizers[0].step()
-    path = p3d.save(tmp_path, layer, optimizers[0], step=1)
-    assert p3d.load(tmp_path, twin, optimizers[1]) == (1, {})
+    path = p3d.save({"model": layer, "adam": optimizers[0]}, checkpoint_id=tmp_path, step=1)
+    assert p3d.load({"model": twin, "adam": optimizers[1]}, checkpoint_id=tmp_path) == 1
     assert torch.equal(twin.weight, layer.weight)
     ours, theirs = (o.state_dict() for o in optimizers)
     assert json.dumps(ours["param_groups"]) == json.dumps(theirs["param_groups"])
@@ -259,13 +274,13 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
             assert torch.equal(theirs["state"][number][key], value)
             assert theirs["state"][number][key].shape == value.shape
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
-    assert [entry.name for entry in entries(tmp_path)] == [path.name]
+    assert [entry.name for entry in list_checkpoints(tmp_path)] == [path.name]
 
 
 def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     """Names of files have the rank without leading zeros."""
     layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
-    path = p3d.save(tmp_path, layer, step=1)
+    path = p3d.save({"model": layer}, checkpoint_id=tmp_path, step=1)
     (file,) = path.glob("manifest-*")
     manifest = read_manifest(path)
     file.unlink()
@@ -274,7 +289,7 @@ def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     (path / digest.name).rename(path / "rank-0.safetensors")
     old = dataclasses.replace(digest, name="rank-0.safetensors")
     write_manifest(path, dataclasses.replace(manifest, files=(old,)))
-    assert p3d.load(tmp_path, twin) == (1, {})
+    assert p3d.load({"model": twin}, checkpoint_id=tmp_path) == 1
     assert torch.equal(twin.weight, layer.weight)
 
 
@@ -289,7 +304,7 @@ def test_a_folder_that_hosts_do_not_share_makes_no_checkpoint(tmp_path: Path) ->
         return digest
 
     with patch.object(saver, "write_state", elsewhere):
-        sentence = said(p3d.save, tmp_path, layer, step=1)
+        sentence = said(p3d.save, {"model": layer}, checkpoint_id=tmp_path, step=1)
     assert sentence.startswith("rank 0 does not see rank-00000.safetensors: are the checkpoints")
     assert entries(tmp_path) == []
 
@@ -307,25 +322,27 @@ def test_a_folder_that_hosts_do_not_share_makes_no_checkpoint(tmp_path: Path) ->
 )
 def test_a_manifest_of_somebody_else_is_refused(script: Any, tmp_path: Path) -> None:
     layer = nn.Linear(3, 2)
-    path = p3d.save(tmp_path, layer, step=1)
+    path = p3d.save({"model": layer}, checkpoint_id=tmp_path, step=1)
     (file,) = path.glob("manifest-*")
     manifest = read_manifest(path)
     file.unlink()
     write_manifest(path, dataclasses.replace(manifest, config={"script": script}))
     with pytest.raises(p3d.UserError, match=r"must be a checkpoint of parallel3d\.save"):
-        p3d.load(tmp_path, layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        p3d.load({"model": layer, "optimizer": optimizer}, checkpoint_id=tmp_path)
 
 
 def test_a_checkpoint_cannot_change_the_parameters_of_a_group(tmp_path: Path) -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    path = p3d.save(tmp_path, layer, optimizer, step=1)
+    state = {"model": layer, "optimizer": optimizer}
+    path = p3d.save(state, checkpoint_id=tmp_path, step=1)
     (file,) = path.glob("manifest-*")
     manifest = read_manifest(path)
     file.unlink()
     manifest.config["script"]["optimizer"]["groups"][0] |= {"params": [], "fused": True, "lr": 0.2}
     write_manifest(path, manifest)
-    p3d.load(tmp_path, layer, optimizer)
+    p3d.load(state, checkpoint_id=tmp_path)
     (group,) = optimizer.param_groups
     assert group["lr"] == 0.2
     assert group["params"] == list(layer.parameters())
