@@ -341,13 +341,14 @@ class Trainer:
             routed += self.train_batches.routed_count(first)
             collectives.all_reduce_few(routed, self.groups.dp)
 
-        def scaled(m: int) -> MicroBatch:
+        def load_scaled(m: int) -> MicroBatch:
             batch = load(m)
-            assert batch.balance is not None  # always set on ranks with routers
-            given = (batch.balance, self.loss_scale.scale, self.batch, routed)
-            return batch._replace(balance=balance.scaled(*given))
+            counted = batch.inputs.balance
+            assert counted is not None  # always set on ranks with routers
+            scaled = balance.scaled(counted, self.loss_scale.scale, self.batch, routed)
+            return batch._replace(inputs=replace(batch.inputs, balance=scaled))
 
-        return scaled
+        return load_scaled
 
     def evaluate(self, part: str | None = None) -> float | None:
         """Returns the mean loss of the held-out samples (see `score`); collective.

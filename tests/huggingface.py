@@ -18,6 +18,7 @@ from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
 from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.generate import state_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.state import spec_of
 
@@ -211,10 +212,10 @@ def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
 def logits_of(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
     """Returns logits (b, s, vocab_size) with gradients, unlike the proof of an import."""
     assert stage.embedding is not None and stage.head is not None
-    x = stage.embedding(tokens)
-    rotary, documents = stage.positions_and_documents(len(tokens), tokens.shape[1])
+    x = stage.embedding(tokens, LayerInputs())
+    inputs = stage.with_positions(LayerInputs(), *tokens.shape)
     for block in stage.layers.values():
-        x = block(x, rotary, documents=documents)
+        x = block(x, inputs)
     return stage.head.logits(x)[..., : model.vocab_size]
 
 

@@ -15,6 +15,7 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import layer_flops
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
@@ -46,7 +47,7 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
     grad = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        return trainer.stages[0](x, None, None, None)
+        return trainer.stages[0](x, None, None, None, LayerInputs())
 
     with torch.no_grad():
         forward_s = seconds_of(forward, device, size)

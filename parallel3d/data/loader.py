@@ -35,6 +35,7 @@ from parallel3d.data.sampler import (
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.experts.balance import Balance
+from parallel3d.models.layer_inputs import LayerInputs
 
 if TYPE_CHECKING:
     from parallel3d.comm.group import Group
@@ -47,17 +48,14 @@ class MicroBatch(NamedTuple):
     Attributes:
         tokens, labels: (micro batch, seq) int64; None if not needed.
         loss_mask: (micro batch, seq) bool; None if not needed.
-        samples: (micro batch,) int64, the samples' numbers in the run.
-        documents: the documents of the samples, on every stage; None if a sample is one document.
-        balance: which tokens the experts count; None on stages without experts.
+        inputs: the tokens' further properties, on every stage: the numbers of the samples and,
+            where they matter, documents and the data for balancing experts.
     """
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
     loss_mask: torch.Tensor | None
-    samples: torch.Tensor
-    documents: Documents | None = None
-    balance: Balance | None = None
+    inputs: LayerInputs
 
 
 class Batches:
@@ -149,14 +147,15 @@ class Batches:
         if documents is not None and documents.shard is not None:
             self._imbalances[m] = documents.shard.imbalance
         balance = self._balance(numbers, samples, documents) if self._routes else None
+        inputs = LayerInputs(numbers, documents, balance)
         if not self._needs_batch:
-            return MicroBatch(None, None, None, numbers, documents, balance)
+            return MicroBatch(None, None, None, inputs)
         whole = np.stack([s.tokens for s in samples])
         parts = [whole[:, :-1], whole[:, 1:], np.stack([s.loss_mask for s in samples])]
         if documents is not None and documents.shard is not None:
             parts = [documents.shard.take(part) for part in parts]
         tokens, labels, mask = (self._moved(torch.from_numpy(p.copy(order="C"))) for p in parts)
-        return MicroBatch(tokens, labels, mask, numbers, documents, balance)
+        return MicroBatch(tokens, labels, mask, inputs)
 
     def _balance(
         self, numbers: torch.Tensor, samples: Sequence[Sample], documents: Documents | None

@@ -14,7 +14,8 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import Documents, make_documents
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.errors import UserError, nearest
-from parallel3d.models.attention import attend_split
+from parallel3d.models.attention import AttentionOptions, attend_split
+from parallel3d.models.layer_inputs import LayerInputs
 
 
 class SplitSequences:
@@ -166,7 +167,7 @@ def context_parallel_attention(
     if style == "heads":
         _check_heads(q.shape[1], k.shape[1], ranks)
     of_style, cp = documents.attention(style)
-    return attend_split(q, k, v, of_style, cp=cp)
+    return attend_split(q, k, v, LayerInputs(documents=of_style), AttentionOptions(cp=cp))
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, split: SplitSequences) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from parallel3d.context_parallel.attention import (
     to_tokens,
 )
 from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed, repeated
-from parallel3d.context_parallel.documents import Documents
 from parallel3d.context_parallel.window_attention import attend_in_window
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
@@ -31,12 +31,36 @@ from parallel3d.device.matmul import is_widened
 from parallel3d.device.precision import compute_dtype
 from parallel3d.errors import UserError, first_line
 from parallel3d.models.dropout import Dropout, attend_dropping
-from parallel3d.models.ops import Rotary, split_heads
+from parallel3d.models.layer_inputs import LayerInputs
+from parallel3d.models.ops import Heads, split_heads
 
 # On a B200 (compute capability 10.0) cuDNN's kernel gives wrong results with fewer key-value heads
 # than this (open issue: https://github.com/pytorch/pytorch/issues/193893).
 LEAST_KV_HEADS = 8
 TRIED_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How a layer attends, the same for all micro-batches.
+
+    Attributes:
+        kernel: the result of `choose_kernel`.
+        cp: the group and the style of context parallelism, used if the documents have a shard.
+        scale: factor that multiplies the scores, or None for head_dim^-½.
+        window: number of keys that a query sees, including its own, or None for all keys up to its
+            own. With a window, the documents must have the window's tables.
+        rope: index of the rotary table in `Positions.rotary`, or None for no rotation.
+        dropout: dropout of attention probabilities, which is slower than PyTorch's kernels; used
+            only if the samples' indices are given.
+    """
+
+    kernel: str = AUTO
+    cp: ContextParallel = ONE_RANK
+    scale: float | None = None
+    window: int | None = None
+    rope: int | None = None
+    dropout: Dropout | None = None
 
 
 def choose_kernel(blueprint: Blueprint, device: torch.device) -> str:
@@ -103,7 +127,8 @@ def _try(blueprint: Blueprint, device: torch.device, kernel: str) -> None:
             warnings.simplefilter("ignore")  # PyTorch warns about every kernel that it rejects
             qkv = torch.zeros(1, tokens, width, dtype=dtype, device=device, requires_grad=True)
             shape = (heads, kv_heads, model.head_size)
-            causal_attention(qkv, *shape, None, kernel=kernel).sum().backward()
+            options = AttentionOptions(kernel)
+            causal_attention(qkv, shape, LayerInputs(), options).sum().backward()
     except (RuntimeError, NotImplementedError) as error:
         raise UserError(
             f"attention_kernel={blueprint.layer.attention_kernel} has no kernel for heads of "
@@ -114,19 +139,7 @@ def _try(blueprint: Blueprint, device: torch.device, kernel: str) -> None:
 
 
 def causal_attention(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rotary: Rotary | None,
-    dropout: Dropout | None = None,
-    samples: Tensor | None = None,
-    documents: Documents | None = None,
-    kernel: str = AUTO,
-    cp: ContextParallel = ONE_RANK,
-    scale: float | None = None,
-    window: int | None = None,
-    temperature: Tensor | None = None,
+    qkv: Tensor, heads: Heads, inputs: LayerInputs, options: AttentionOptions
 ) -> Tensor:
     """Computes softmax(scale · q·kᵀ + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -134,43 +147,28 @@ def causal_attention(
 
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v concatenated.
-        rotary: cos and sin that rotate q and k, or None for no rotation.
-        dropout: dropout of attention probabilities, which is slower than PyTorch's kernels; used
-            only if `samples` is given.
-        samples: (b,) int64, each sample's index in the run, or None for no dropout.
-        documents: documents within which attention stays, or None if each sample is a document.
-        kernel: the result of `choose_kernel`.
-        cp: the group and the style of context parallelism, used if `documents` has a shard.
-        scale: factor that multiplies the scores, or None for head_dim^-½.
-        window: number of keys that a query sees, including its own, or None for all keys up to its
-            own. With a window, `documents` must have the window's tables.
-        temperature: factors that multiply the queries, (s, 1) or (b, 1, s, 1), or None.
+        heads: the numbers of heads and of key-value heads, and head_dim.
 
     Returns: (b, s, heads · head_dim).
     """
-    q, k, v = split_heads(qkv, (heads, kv_heads, head_dim), rotary)
-    if temperature is not None:
-        q = q * temperature.to(q.dtype)
-    y = attend_split(q, k, v, documents, kernel, cp, dropout, samples, scale, window)
+    positions = inputs.positions
+    rotary = None if options.rope is None else positions.rotary[options.rope]
+    q, k, v = split_heads(qkv, heads, rotary)
+    if positions.temperature is not None:
+        q = q * positions.temperature.to(q.dtype)
+    y = attend_split(q, k, v, inputs, options)
     return y.transpose(1, 2).flatten(2)
 
 
 def attend_split(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Documents | None,
-    kernel: str = AUTO,
-    cp: ContextParallel = ONE_RANK,
-    dropout: Dropout | None = None,
-    samples: Tensor | None = None,
-    scale: float | None = None,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, options: AttentionOptions
 ) -> Tensor:
-    """Computes causal attention of separate q, k and v, with the arguments of `causal_attention`.
+    """Computes causal attention of separate q, k and v, which are already rotated.
 
     q is (b, heads, s, head_dim), like the result; k and v may have fewer heads.
     """
+    documents, cp = inputs.documents, options.cp
+    kernel, scale, window = options.kernel, options.scale, options.window
     shard = None if documents is None else documents.shard
     if window is None and shard is None and documents is not None and documents.are_samples:
         documents = None  # without a window, documents that are whole samples need no tables
@@ -179,6 +177,7 @@ def attend_split(
         q, k, v = to_heads(q, k, v, cp, exchanged)
         shard = None
     heads, dtype = q.shape[1], q.dtype
+    samples, dropout = inputs.samples, options.dropout
     drops = dropout is not None and samples is not None
     if drops and shard is not None:
         k, v = (gather_sequence(x, cp, shard) for x in (k, v))

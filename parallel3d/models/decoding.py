@@ -7,7 +7,8 @@ parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.dispatch import GATHER
 from parallel3d.comm.exchange import transfer
+from parallel3d.context_parallel.attention import ONE_RANK
 from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
@@ -28,8 +30,8 @@ from parallel3d.models.attention import (
     kernel_shares_heads,
 )
 from parallel3d.models.embedding_and_head import Embedding
-from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.ops import split_heads
 from parallel3d.models.rotary import rows_read
@@ -80,7 +82,7 @@ class Decoder:
         self.caches: dict[str, Tensor] = {}
         for name, block in stage.blocks.items():
             attention = block.attention
-            length = min(self.window, attention.window or self.window)
+            length = min(self.window, attention.options.window or self.window)
             # Keys and values: (1, key-value heads, seq_length or window, head_dim) each.
             of_token = attention.kv_heads, length, attention.head_dim
             self.caches[name] = example.new_zeros(2, 1, *of_token)
@@ -137,16 +139,13 @@ class Decoder:
         transfer(call, x, pp.ranks[pp.index + offset], pp.handle)
 
     def _block(self, block: TransformerBlock, cache: Tensor, x: Tensor) -> Tensor:
-        attention = block.attention
+        attention, inputs = block.attention, LayerInputs(choice=Choice())
         normed = x if block.input_norm is None else block.input_norm(x)
         inner = self._attend(attention, cache, attention.qkv(normed))
-        x = x + block.added_by_attention(attention.out(inner))
+        x = x + block.added_by_attention(attention.out(inner), inputs)
         normed = x if block.mlp_norm is None else block.mlp_norm(x)
-        if isinstance(block.mlp, MixtureOfExperts):
-            y = block.mlp(normed, nn.Identity(), Choice(), None)
-        else:
-            y = block.mlp(normed, nn.Identity())
-        return x + block.added_by_mlp(y)
+        y = block.mlp(normed, nn.Identity(), inputs)
+        return x + block.added_by_mlp(y, inputs)
 
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
         """Returns the attention of n new tokens, (1, n, …), over them and all cached tokens.
@@ -158,26 +157,25 @@ class Decoder:
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:
             qkv = attention.qk_norm(qkv)
-        rotary = None
-        if attention.rope is not None:
-            cos, sin = self.stage.rotary[attention.rope]
-            rows = rows_read(end, None, self.stage.switches[attention.rope])
+        rotary, options = None, replace(attention.options, cp=ONE_RANK)
+        if options.rope is not None:
+            cos, sin = self.stage.rotary[options.rope]
+            rows = rows_read(end, None, self.stage.switches[options.rope])
             rotary = cos[rows][first:], sin[rows][first:]
         heads = attention.heads
         q, k, v = split_heads(qkv, (heads, attention.kv_heads, attention.head_dim), rotary)
         if self.stage.temperature is not None:
             q = q * self.stage.temperature[first:end]
         _cache(cache, torch.stack((k, v)), end)
-        how: dict[str, Any] = {"kernel": attention.kernel, "scale": attention.scale}
-        if first == 0 and attention.window is not None:
-            split = SequenceSplit(end, window=attention.window)
-            documents = whole_samples(1, self.device, split)
-            y = attend_split(q, k, v, documents, window=attention.window, **how)
+        if first == 0 and options.window is not None:
+            split = SequenceSplit(end, window=options.window)
+            samples = LayerInputs(documents=whole_samples(1, self.device, split))
+            y = attend_split(q, k, v, samples, options)
             return y.transpose(1, 2).flatten(2)
         k, v = cache[:, :, :, :end]
         if not kernel_shares_heads(q):
             k, v = repeated(k, heads), repeated(v, heads)
-        y = attend(q, k, v, is_causal=first == 0, **how)
+        y = attend(q, k, v, is_causal=first == 0, kernel=options.kernel, scale=options.scale)
         return y.transpose(1, 2).flatten(2)
 
 

@@ -27,6 +27,7 @@ from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import fused, operator
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
+from parallel3d.models.layer_inputs import LayerInputs
 
 
 class Dropout(nn.Module):
@@ -48,14 +49,13 @@ class Dropout(nn.Module):
         # and layers could not share that code.
         self.site = torch.tensor(site_key(f"{seed}/dropout/{site}"))
 
-    def forward(
-        self, x: Tensor, samples: Tensor | None, documents: Documents | None = None
-    ) -> Tensor:
-        """Drops elements of x, (b, [heads,] s, channels), unless `samples` is None.
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Drops elements of x, (b, [heads,] s, channels), unless `inputs.samples` is None.
 
-        `samples`, (b,) int64, has each sample's index in the run. If context parallelism has split
-        the sequences, `documents` has the positions of this rank's tokens.
+        If context parallelism has split the sequences, `inputs.documents` has the positions of this
+        rank's tokens.
         """
+        samples, documents = inputs.samples, inputs.documents
         if samples is None or self.p == 0.0:
             return x
         first, positions = self.part * x.shape[-2], None

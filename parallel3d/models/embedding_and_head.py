@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.parameters.spec import WORD_EMBEDDING, ParameterSpec, ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
@@ -66,18 +66,9 @@ class Embedding(nn.Module):
             return x
         return x * torch.tensor(self.scale, dtype=x.dtype).item()
 
-    def forward(
-        self,
-        tokens: Tensor,
-        samples: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Embeds tokens (b, s); positions are counted within documents.
-
-        If `documents` is None, positions are counted within samples. If `samples` is None, nothing
-        is dropped.
-        """
-        x = self.of_words(tokens)
+    def forward(self, tokens: Tensor, inputs: LayerInputs) -> Tensor:
+        """Embeds tokens (b, s); positions are counted within documents, or within samples."""
+        x, documents = self.of_words(tokens), inputs.documents
         if self.position is not None:
             first = x.shape[1] * self.tp.index if self.sp else 0
             mine = slice(first, first + x.shape[1])
@@ -88,7 +79,7 @@ class Embedding(nn.Module):
                 # parallelism a sum over tp makes the gradients equal anyway.
                 deterministic = self.tp.size > 1 and not self.sp
                 x = x + look_up(documents.positions()[:, mine], self.position, deterministic)
-        return self.dropout(x, samples, documents)
+        return self.dropout(x, inputs)
 
 
 class Head(nn.Module):

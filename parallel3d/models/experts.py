@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.blueprint.dispatch import chosen_way
-from parallel3d.experts.balance import Balance
-from parallel3d.experts.choice import Choice, Rows
+from parallel3d.experts.choice import Rows
 from parallel3d.experts.dispatch import counted, dispatched
 from parallel3d.experts.grouped import Activation, run_experts
 from parallel3d.experts.router import Router
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.mlp import MLP, activate
 from parallel3d.models.ops import weighed_backward, weighed_forward
@@ -111,25 +111,21 @@ class MixtureOfExperts(nn.Module):
                 shard = ShardSpec(name, shape, (0, 0), shape, std=model.init_std)
                 self.shared_gate = ctx.init.parameter(ParameterSpec(shape, (shard,), True))
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: Callable[[Tensor], Tensor],
-        choice: Choice,
-        balance: Balance | None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
         """Returns the output of the experts for norm(x).
 
         x and the result are (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
-        `balance` has the data for the balancing losses, or is None if tokens are not counted.
+        `inputs.choice` must be there.
         """
         if {"mlp", "norm"} <= self.recompute:
-            return recomputed(lambda x: self.inner(norm(x), choice, balance), x)
+            return recomputed(lambda x: self.inner(norm(x), inputs), x)
         if "mlp" in self.recompute:
-            return recomputed(self.inner, norm(x), choice, balance)
-        return self.inner(norm(x), choice, balance)
+            return recomputed(self.inner, norm(x), inputs)
+        return self.inner(norm(x), inputs)
 
-    def inner(self, x: Tensor, choice: Choice, balance: Balance | None) -> Tensor:
+    def inner(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        choice, balance = inputs.choice, inputs.balance
+        assert choice is not None  # a block with experts has made it
         if balance is not None and self.sp:
             balance = balance.at(self.tp.index, self.tp.size, x.shape[1])
         routing = self.router(x, choice, balance)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.ops import geglu, swiglu
 from parallel3d.models.recompute import checkpoint_up_to_linear
@@ -56,7 +57,10 @@ class MLP(nn.Module):
             **common,
         )
 
-    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        self, x: Tensor, norm: Callable[[Tensor], Tensor], _: LayerInputs | None = None
+    ) -> Tensor:
+        """Returns the output for norm(x); nothing else about the tokens matters."""
         if {"mlp", "norm"} <= self.recompute:
             return self.in_chunks(lambda x: self.inner(norm(x)), x)
         if "mlp" in self.recompute:

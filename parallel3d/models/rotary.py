@@ -22,7 +22,7 @@ class Positions(NamedTuple):
         temperature: factors that multiply the queries, (s, 1) or (b, 1, s, 1), or None.
     """
 
-    rotary: tuple[Rotary, ...]
+    rotary: tuple[Rotary, ...] = ()
     temperature: Tensor | None = None
 
 

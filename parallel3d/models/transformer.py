@@ -11,29 +11,26 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.context_parallel.attention import ContextParallel
-from parallel3d.context_parallel.documents import Documents, whole_samples
+from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.device.fused import register
-from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice
-from parallel3d.models.attention import (
-    causal_attention,
-)
+from parallel3d.models.attention import AttentionOptions, causal_attention
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std
 from parallel3d.models.mlp import MLP
-from parallel3d.models.ops import Rotary
 from parallel3d.models.recompute import (
     checkpoint_up_to_linear,
     recomputed,
@@ -51,9 +48,6 @@ from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_heads
-
-if TYPE_CHECKING:
-    pass
 
 # Number of blocks in a compiled graph: enough to make the cost of entering a graph (0.4 ms
 # measured) negligible, and few enough to compile a deep stage in seconds.
@@ -80,22 +74,21 @@ class Attention(nn.Module):
         replicas = max(1, ctx.tp.size // model.kv_heads)
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
         self.recompute = ctx.recompute
-        self.kernel = ctx.attention_kernel
-        self.scale = model.attention_scale
-        kind = model.attention_kind(layer)
-        self.window = kind.window
-        # index of the layer's rotary table in the stage's list, or None without rotary positions
-        self.rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
         keeps = ctx.cp_style == "gather" and not ctx.recompute.isdisjoint(("attention", "layer"))
-        self.cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
+        cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
         prefix = f"layers.{layer}.attention"
-        self.dropout = None
+        dropout = None
         if model.dropout:
-            first = self.heads * ctx.tp.index + self.cp.first_head(self.heads)
+            first = self.heads * ctx.tp.index + cp.first_head(self.heads)
             site = f"{prefix}.probabilities"
-            self.dropout = Dropout(ctx.init.seed, site, model.dropout, first_head=first)
+            dropout = Dropout(ctx.init.seed, site, model.dropout, first_head=first)
+        kind = model.attention_kind(layer)
+        rope = None if kind.rope is None else model.ropes.index(kind.rope)
+        self.options = AttentionOptions(
+            ctx.attention_kernel, cp, model.attention_scale, kind.window, rope, dropout
+        )
         kv_rows = model.kv_heads * model.head_size
         q_rows = model.num_attention_heads * model.head_size
         self.qkv = ColumnParallelLinear(
@@ -119,34 +112,15 @@ class Attention(nn.Module):
             **ctx.linear_arguments,
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: Callable[[Tensor], Tensor],
-        positions: Positions,
-        samples: Tensor | None,
-        documents: Documents | None,
-    ) -> Tensor:
-        own = None if self.rope is None else positions.rotary[self.rope]
-        inner = (self.project(x, norm), own, positions.temperature, samples, documents)
-        return checkpoint_up_to_linear(
-            self.out, self.attend, *inner, recompute="attention" in self.recompute
-        )
+    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
+        qkv, recompute = self.project(x, norm), "attention" in self.recompute
+        return checkpoint_up_to_linear(self.out, self.attend, qkv, inputs, recompute=recompute)
 
-    def attend(
-        self,
-        qkv: Tensor,
-        rotary: Rotary | None,
-        temperature: Tensor | None,
-        samples: Tensor | None,
-        documents: Documents | None,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, inputs: LayerInputs) -> Tensor:
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
-        shape, dropout = (self.heads, self.kv_heads, self.head_dim), self.dropout
-        given = (qkv, *shape, rotary, dropout, samples, documents)
-        how = self.kernel, self.cp, self.scale, self.window
-        return causal_attention(*given, *how, temperature)
+        heads = (self.heads, self.kv_heads, self.head_dim)
+        return causal_attention(qkv, heads, inputs, self.options)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
@@ -197,75 +171,49 @@ class TransformerBlock(nn.Module):
         # `compile_blocks` replaces this function in layers with experts.
         self.run_attention: Callable[..., tuple[Tensor, Tensor]] = TransformerBlock.attended
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Positions,
-        samples: Tensor | None = None,
-        documents: Documents | None = None,
-        balance: Balance | None = None,
-    ) -> Tensor:
-        # Each forward gets its own `Choice`, because several micro-batches may be between their
-        # forward and their backward.
-        choice = Choice() if isinstance(self.mlp, MixtureOfExperts) else None
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        if isinstance(self.mlp, MixtureOfExperts):
+            # Each forward gets its own `Choice`, because several micro-batches may be between their
+            # forward and their backward.
+            inputs = replace(inputs, choice=Choice())
         if self.recompute:
-            return recomputed(self.layer, x, positions, samples, documents, balance, choice)
-        return self.layer(x, positions, samples, documents, balance, choice)
+            return recomputed(self.layer, x, inputs)
+        return self.layer(x, inputs)
 
-    def layer(
-        self,
-        x: Tensor,
-        positions: Positions,
-        samples: Tensor | None,
-        documents: Documents | None,
-        balance: Balance | None,
-        choice: Choice | None,
-    ) -> Tensor:
-        x, attended = self.run_attention(self, x, positions, samples, documents)
+    def layer(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        x, attended = self.run_attention(self, x, inputs)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
-        y = self.mlp(x, norm) if choice is None else self.mlp(x, norm, choice, balance)
-        return x + self.added_by_mlp(y, samples, documents)
+        return x + self.added_by_mlp(self.mlp(x, norm, inputs), inputs)
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
         """Returns what distinguishes blocks whose compiled code differs: first their attention."""
         attention, experts = self.attention, isinstance(self.mlp, MixtureOfExperts)
         parts = frozenset(attention.recompute), self.recompute, self.keeps_norms
-        return attention.window, attention.rope, experts, *parts
+        return attention.options.window, attention.options.rope, experts, *parts
 
-    def added_by_attention(
-        self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
-    ) -> Tensor:
+    def added_by_attention(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns attention's output `y` after its norm, dropout and scaling, to be added to x."""
         if self.attention_output_norm is not None:
             y = self.attention_output_norm(y)
-        return self._scaled(self.attention_dropout(y, samples, documents))
+        return self._scaled(self.attention_dropout(y, inputs))
 
-    def added_by_mlp(
-        self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
-    ) -> Tensor:
+    def added_by_mlp(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         if self.mlp_output_norm is not None:
             y = self.mlp_output_norm(y)
-        return self._scaled(self.mlp_dropout(y, samples, documents))
+        return self._scaled(self.mlp_dropout(y, inputs))
 
     def _scaled(self, y: Tensor) -> Tensor:
         return y if self.residual_scale == 1.0 else y * self.residual_scale
 
-    def attended(
-        self,
-        x: Tensor,
-        positions: Positions,
-        samples: Tensor | None,
-        documents: Documents | None,
-    ) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """Returns x, and the output of attention that is to be added to it.
 
         The caller must use the returned x: with a fused norm it is a result of the norm's kernel,
         whose backward adds the gradients of both of its results.
         """
         x, norm = self._sum_and_norm(x, None, self.input_norm)
-        y = self.attention(x, norm, positions, samples, documents)
-        return x, self.added_by_attention(y, samples, documents)
+        return x, self.added_by_attention(self.attention(x, norm, inputs), inputs)
 
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm | None
@@ -300,26 +248,21 @@ def graph_size(kinds: Sequence[Hashable], pattern: Sequence[Hashable]) -> int:
     return size if len(graphs) <= MOST_GRAPHS else 1
 
 
-def _run_blocks(
-    blocks: list[TransformerBlock],
-    x: Tensor,
-    positions: Positions,
-    samples: Tensor | None = None,
-    documents: Documents | None = None,
-    balance: Balance | None = None,
-) -> Tensor:
+def _run_blocks(blocks: list[TransformerBlock], x: Tensor, inputs: LayerInputs) -> Tensor:
     for block in blocks:
-        x = block(x, positions, samples, documents, balance)
+        x = block(x, inputs)
     return x
 
 
-def _run_block(block: TransformerBlock, *args: Any) -> Tensor:
+def _run_block(block: TransformerBlock, x: Tensor, inputs: LayerInputs) -> Tensor:
     """Runs the original forward of a block, which `compile_blocks` replaces."""
-    return TransformerBlock.forward(block, *args)
+    return TransformerBlock.forward(block, x, inputs)
 
 
-def _run_attention(block: TransformerBlock, *args: Any) -> tuple[Tensor, Tensor]:
-    return TransformerBlock.attended(block, *args)
+def _run_attention(
+    block: TransformerBlock, x: Tensor, inputs: LayerInputs
+) -> tuple[Tensor, Tensor]:
+    return TransformerBlock.attended(block, x, inputs)
 
 
 class Stage(nn.Module):
@@ -414,15 +357,12 @@ class Stage(nn.Module):
         cuts += range(begin, count, self.graph_blocks)
         return [slice(*ends) for ends in zip(cuts, [*cuts[1:], count], strict=False)]
 
-    def positions_and_documents(
-        self, batch: int, length: int, documents: Documents | None = None
-    ) -> tuple[Positions, Documents | None]:
-        """Returns the positions and documents for `batch` samples of `length` tokens.
+    def with_positions(self, inputs: LayerInputs, batch: int, length: int) -> LayerInputs:
+        """Adds the positions of `batch` samples of `length` tokens to `inputs`.
 
-        The positions are the tokens' rows of the rotary tables. The documents are the given ones.
-        Attention with a window needs documents: if none are given, each sample is one document.
+        Attention with a window needs documents: if there are none, each sample is one document.
         """
-        rotary, temperature = self.rotary, self.temperature
+        rotary, temperature, documents = self.rotary, self.temperature, inputs.documents
         if rotary or temperature is not None:
             rows = {
                 switch: rows_read(length, documents, switch) for switch in {None, *self.switches}
@@ -435,7 +375,7 @@ class Stage(nn.Module):
         if documents is None and self.window is not None:
             split = SequenceSplit(length, window=self.window)
             documents = whole_samples(batch, self.device, split)
-        return Positions(rotary, temperature), documents
+        return replace(inputs, positions=Positions(rotary, temperature), documents=documents)
 
     def forward(
         self,
@@ -443,9 +383,7 @@ class Stage(nn.Module):
         tokens: Tensor,
         labels: Tensor,
         loss_mask: Tensor,
-        samples: Tensor | None = None,
-        documents: Documents | None = None,
-        balance: Balance | None = None,
+        inputs: LayerInputs,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Returns hidden states or, on the last stage, the sum of the unmasked losses.
@@ -455,27 +393,23 @@ class Stage(nn.Module):
             tokens, labels: (b, s) ids; under context parallelism only those of this rank's tokens,
                 as in `hidden`. Only the first and the last stage read them.
             loss_mask: (b, s) bool; only the last stage reads it.
-            samples: (b,) int64, each sample's index in the run, for dropout.
-            documents: the documents within which attention stays and positions are counted, or None
-                if each sample is one document.
-            balance: data for the experts' balancing losses, or None if the experts' tokens are not
-                counted.
+            inputs: the further properties of the tokens, without positions.
             loss_scale: scalar, the gradient of the summed losses with which the backward begins, or
                 None for an evaluation, without gradients or dropout.
         """
-        if loss_scale is None or not self.uses_dropout:
-            samples = None
-        if loss_scale is None:
-            balance = None  # the tokens of an evaluation between two steps must not be counted
+        if loss_scale is None:  # tokens of an evaluation between two steps are not counted either
+            inputs = replace(inputs, samples=None, balance=None)
+        elif not self.uses_dropout:
+            inputs = replace(inputs, samples=None)
         x = hidden
         if self.embedding is not None:
             self.pre_forward("embedding")
-            x = self.embedding(tokens, samples, documents)
+            x = self.embedding(tokens, inputs)
         assert x is not None  # only the first stage has no hidden states
         batch, length, _ = x.shape
-        positions, documents = self.positions_and_documents(batch, length * self.divided, documents)
+        inputs = self.with_positions(inputs, batch, length * self.divided)
         blocks = list(self.blocks.items())
-        shared = positions, samples, documents
+        shared = inputs.positions, inputs.samples, inputs.documents
         for part in self.graphs():
             i, end = part.start, part.stop
             graph = blocks[part]
@@ -493,8 +427,7 @@ class Stage(nn.Module):
                 if self.offload is not None
                 else nullcontext(),
             ):
-                given = (positions, samples, documents, balance)
-                x = self.run_blocks([block for _, block in graph], x, *given)
+                x = self.run_blocks([block for _, block in graph], x, inputs)
         if self.head is None:
             return x
         self.pre_forward("head")

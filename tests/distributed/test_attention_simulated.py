@@ -12,8 +12,9 @@ import torch
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.errors import UserError
-from parallel3d.models.attention import causal_attention, choose_kernel
+from parallel3d.models.attention import AttentionOptions, causal_attention, choose_kernel
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.run_config import Config
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import this_machine
@@ -44,7 +45,7 @@ def attended(kernel: str, kind: torch.dtype) -> tuple[list[str], list[torch.Tens
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 24, 64, generator=generator).to(kind).to(here()).requires_grad_()
     with kernels() as found:
-        y = causal_attention(x, *SHAPE, None, kernel=kernel)
+        y = causal_attention(x, SHAPE, LayerInputs(), AttentionOptions(kernel))
         (grad,) = torch.autograd.grad(y.sum(), x)
     return found, [y.detach().cpu(), grad.cpu()]
 

@@ -128,7 +128,7 @@ def run_first_steps(folder: str) -> FirstSteps:
 
     def micro_batch(first: int, m: int) -> Any:
         batch = load(first, m)
-        documents.add(int(batch.documents.blocks.table[0, 0, 0]))
+        documents.add(int(batch.inputs.documents.blocks.table[0, 0, 0]))
         return batch
 
     trainer.data_parallel.finish_step = finish_step

@@ -23,7 +23,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import make_documents
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.models.attention import attend_split
+from parallel3d.models.attention import AttentionOptions, attend_split
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.recompute import recomputed
 from parallel3d.run.keys import LaunchConfig
 from tests.distributed.pool import Pool
@@ -90,9 +91,11 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
     *leaves, grad = map(take, inputs)
     identity = torch.eye(grad.shape[-1], dtype=grad.dtype, requires_grad=True)
 
+    inputs_of_layer, options = LayerInputs(documents=documents), AttentionOptions(cp=cp)
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # This reads the result in the backward, like the linear layer after attention.
-        return attend_split(q, k, v, documents, cp=cp) @ identity
+        return attend_split(q, k, v, inputs_of_layer, options) @ identity
 
     leaves = [leaf.requires_grad_() for leaf in leaves]
     out = recomputed(attend, *leaves) if again else attend(*leaves)

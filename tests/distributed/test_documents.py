@@ -43,7 +43,7 @@ def trained_on_packed_text(masks: bool) -> tuple[list[float], float, int]:
     config.model.vocab_size = 257  # the vocabulary of the corpus, which has bytes
     trainer = Trainer(config, groups, torch.device("cpu"), corpus)
     steps = [trainer.train_step().loss for _ in range(2)]
-    documents = trainer.train_batches.micro_batch(0, 0).documents
+    documents = trainer.train_batches.micro_batch(0, 0).inputs.documents
     held_out = trainer.evaluate()
     groups.close()
     return steps, held_out, 0 if documents is None else int(documents.blocks.table[0, 0, 0])

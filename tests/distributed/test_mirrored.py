@@ -14,6 +14,7 @@ from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.parameters.initializer import Initializer
 from tests.distributed.harness import plain_groups
@@ -35,7 +36,8 @@ def dispatch(ep: Group, way: str) -> Choice:
     x = torch.linspace(-1, 1, 2 * 12 * 8, dtype=torch.float64).view(2, 12, 8).requires_grad_()
     lengths = torch.full((2,), 12.0, dtype=torch.float64)
     choice, balance = Choice(), Balance(torch.arange(2), None, None, lengths)
-    layer(x, torch.nn.Identity(), choice, balance).sum().backward()
+    inputs = LayerInputs(balance=balance, choice=choice)
+    layer(x, torch.nn.Identity(), inputs).sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
     return choice
 

@@ -20,6 +20,7 @@ from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.models.dropout import Dropout
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, Sizes, check_caught
@@ -46,15 +47,17 @@ pytestmark = pytest.mark.more
 
 def with_shard(batch: MicroBatch, **changed: Any) -> MicroBatch:
     """Returns the micro-batch with another shard of its documents."""
-    documents = batch.documents
-    return batch._replace(documents=replace(documents, shard=replace(documents.shard, **changed)))
+    documents = batch.inputs.documents
+    shard = replace(documents.shard, **changed)
+    inputs = replace(batch.inputs, documents=replace(documents, shard=shard))
+    return batch._replace(inputs=inputs)
 
 
 @planted(MICRO_BATCH)
 def positions_restart_at_the_cut(sound: Any, *which: Any) -> MicroBatch:
     """Each rank counts its own tokens from 0."""
     batch = sound(*which)
-    positions = batch.documents.shard.positions
+    positions = batch.inputs.documents.shard.positions
     return with_shard(batch, starts=positions - torch.arange(positions.shape[1]))
 
 
@@ -62,7 +65,7 @@ def positions_restart_at_the_cut(sound: Any, *which: Any) -> MicroBatch:
 def keys_in_rank_order(sound: Any, *which: Any) -> MicroBatch:
     """Gathered keys and values stay in the order of the ranks."""
     batch = sound(*which)
-    return with_shard(batch, order=torch.arange(len(batch.documents.shard.order)))
+    return with_shard(batch, order=torch.arange(len(batch.inputs.documents.shard.order)))
 
 
 @planted(ATTENDED_KEYS)
@@ -165,10 +168,10 @@ def halves_of_tokens_exchanged(sound: Any, *which: Any) -> MicroBatch:
 
 @planted(DROPOUT)
 def dropout_by_local_position(
-    sound: Any, dropout: Dropout, x: Tensor, samples: Tensor | None, *_: Any
+    sound: Any, dropout: Dropout, x: Tensor, inputs: LayerInputs
 ) -> Tensor:
     """All ranks use the dropout masks of a sample's first tokens."""
-    return sound(dropout, x, samples)
+    return sound(dropout, x, replace(inputs, documents=None))
 
 
 @planted(ATTENDED_KEYS)
@@ -187,8 +190,8 @@ def the_diagonal_at_the_first_key(sound: Any, *given: Any) -> np.ndarray:
 @planted(ATTENTION)
 def heads_have_the_masks_of_the_first(sound: Any, *given: Any) -> Tensor:
     """A rank that attends with other heads uses the dropout masks of the first heads."""
-    dropout = next(one for one in given if isinstance(one, Dropout))
-    dropout.first_head = 0
+    *_, options = given
+    options.dropout.first_head = 0
     return sound(*given)
 
 
@@ -203,7 +206,7 @@ def heads_go_to_the_wrong_rank(sound: Any, *given: Any) -> Tensor:
 def padding_is_learned_from(sound: Any, batches: Batches, first: int, m: int) -> MicroBatch:
     """The loss counts the padding at the end of a sample as tokens."""
     batch = sound(batches, first, m)
-    padding = batch.documents.shard.positions >= batches.source.seq_length
+    padding = batch.inputs.documents.shard.positions >= batches.source.seq_length
     return batch._replace(loss_mask=batch.loss_mask | padding)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,9 +236,14 @@ def a_bucket_more_on_one_rank(sound: Any, engine: BucketedDataParallel, index: i
 def tensors_on_another_device(sound: Any, *which: Any) -> MicroBatch:
     """The rank computes on the device of its neighbour."""
     batch = sound(*which)
-    own = batch.samples.device
+    own = batch.inputs.samples.device
     neighbours = torch.device(own.type, (own.index + 1) % 8)
-    return MicroBatch(*(x.cpu().to(neighbours) if isinstance(x, Tensor) else x for x in batch))
+
+    def moved(x: Any) -> Any:
+        return x.cpu().to(neighbours) if isinstance(x, Tensor) else x
+
+    inputs = replace(batch.inputs, samples=moved(batch.inputs.samples))
+    return MicroBatch(*map(moved, batch[:3]), inputs)
 
 
 REFUSED = {

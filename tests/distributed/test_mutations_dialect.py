@@ -17,12 +17,11 @@ from torch import Tensor
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.context_parallel.document_attention import Block
-from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.embedding_and_head import Embedding
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.models.ops import Rotary
-from parallel3d.models.rotary import Positions
 from parallel3d.models.transformer import Stage, TransformerBlock
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
@@ -89,11 +88,12 @@ def only_cos_grows(sound: Any, *of: Any) -> Rotary:
 
 @planted(POSITIONS)
 def temperature_counts_in_the_sample(
-    sound: Any, stage: Stage, batch: int, length: int, documents: Documents | None = None
-) -> tuple[Positions, Documents | None]:
+    sound: Any, stage: Stage, inputs: LayerInputs, batch: int, length: int
+) -> LayerInputs:
     """The temperature of a query depends on its place in the pack, not in its document."""
-    positions, documents = sound(stage, batch, length, documents)
-    return positions._replace(temperature=stage.temperature[:length]), documents
+    found = sound(stage, inputs, batch, length)
+    positions = found.positions._replace(temperature=stage.temperature[:length])
+    return replace(found, positions=positions)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from torch import Tensor
 from parallel3d.context_parallel.documents import Documents, make_documents
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import MicroBatch
+from parallel3d.models.attention import AttentionOptions
+from parallel3d.models.layer_inputs import LayerInputs
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
@@ -25,11 +27,15 @@ from tests.distributed.test_mutations import ALL_NUMBERS
 pytestmark = pytest.mark.more
 
 
+def with_documents(batch: MicroBatch, documents: Documents | None) -> MicroBatch:
+    return batch._replace(inputs=replace(batch.inputs, documents=documents))
+
+
 def with_starts(batch: MicroBatch, positions: Tensor) -> MicroBatch:
     """Returns the micro-batch with documents whose tokens have these positions; attention is
     unchanged."""
     starts = torch.arange(positions.shape[1]) - positions
-    return batch._replace(documents=replace(batch.documents, starts=starts.to(torch.int32)))
+    return with_documents(batch, replace(batch.inputs.documents, starts=starts.to(torch.int32)))
 
 
 @planted(ATTENDED_KEYS)
@@ -51,7 +57,7 @@ def positions_continue(sound: Any, *which: Any) -> MicroBatch:
     With RoPE this would not show, because scores only depend on distances.
     """
     batch = sound(*which)
-    starts = batch.documents.starts
+    starts = batch.inputs.documents.starts
     return with_starts(batch, torch.arange(starts.shape[1]).expand(starts.shape))
 
 
@@ -59,19 +65,19 @@ def positions_continue(sound: Any, *which: Any) -> MicroBatch:
 def positions_of_another_sample(sound: Any, *which: Any) -> MicroBatch:
     """Each sample is rotated by the positions of the next one."""
     batch = sound(*which)
-    return with_starts(batch, batch.documents.positions().roll(1, dims=0))
+    return with_starts(batch, batch.inputs.documents.positions().roll(1, dims=0))
 
 
 @planted(MICRO_BATCH)
 def documents_begin_a_token_late(sound: Any, *which: Any) -> MicroBatch:
     """The first token of a document belongs to the one before it."""
     batch = sound(*which)
-    late = np.zeros_like(batch.documents.starts.numpy())
-    for row, starts in zip(late, batch.documents.starts.numpy(), strict=True):
+    late = np.zeros_like(batch.inputs.documents.starts.numpy())
+    for row, starts in zip(late, batch.inputs.documents.starts.numpy(), strict=True):
         for begin in np.unique(starts)[1:] + 1:
             row[begin:] = begin
     split = SequenceSplit(late.shape[1])
-    return batch._replace(documents=make_documents(late, batch.samples.device, split))
+    return with_documents(batch, make_documents(late, batch.inputs.samples.device, split))
 
 
 @planted(MICRO_BATCH)
@@ -85,23 +91,24 @@ def spans_end_a_token_late(sound: Any, *which: Any) -> MicroBatch:
 def the_middle_knows_no_documents(sound: Any, *which: Any) -> MicroBatch:
     """Stages between the ends, which read no tokens, treat a sample as one document."""
     batch = sound(*which)
-    return batch._replace(documents=None) if batch.tokens is None else batch
+    return with_documents(batch, None) if batch.tokens is None else batch
 
 
 @planted(ATTENTION)
 def dropout_sees_everything(
-    sound: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *how: Any
+    sound: Any, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, options: AttentionOptions
 ) -> Tensor:
     """Attention that writes its probabilities out ignores the documents."""
-    _, _, _, samples, *_ = how
-    return sound(q, k, v, documents if samples is None else None, *how)
+    if inputs.samples is not None:
+        inputs = replace(inputs, documents=None)
+    return sound(q, k, v, inputs, options)
 
 
 @planted(MICRO_BATCH)
 def parts_have_the_positions_of_the_first(sound: Any, *which: Any) -> MicroBatch:
     """Each of two parts of the sequence looks up its tokens as if it were the first."""
     batch = sound(*which)
-    first_part, _ = batch.documents.positions().chunk(2, dim=1)
+    first_part, _ = batch.inputs.documents.positions().chunk(2, dim=1)
     return with_starts(batch, first_part.repeat(1, 2))
 
 

@@ -25,6 +25,7 @@ from parallel3d.experts.balance import Balance, BalanceLosses, BalanceOfRun, Exp
 from parallel3d.experts.choice import Choice, Routing, Rows
 from parallel3d.experts.router import Router, RouterSettings
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.optim.muon import Muon, newton_schulz
 from parallel3d.optim.optimizer import Optimizer, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
@@ -287,12 +288,13 @@ def counted_again(
 
 @planted(LAYER_OF_EXPERTS)
 def losses_of_the_second_chunk_lost(
-    sound: Any, layer: MixtureOfExperts, x: Tensor, choice: Choice, balance: Balance | None
+    sound: Any, layer: MixtureOfExperts, x: Tensor, inputs: LayerInputs
 ) -> Tensor:
     """Only the first chunk of a rank's layers gets the scales of the losses."""
-    if balance is not None and layer.router.name.startswith(("layers.2.", "layers.3.")):
-        balance = dataclasses.replace(balance, aux_scale=None, z_scale=None)
-    return sound(layer, x, choice, balance)
+    if inputs.balance is not None and layer.router.name.startswith(("layers.2.", "layers.3.")):
+        balance = dataclasses.replace(inputs.balance, aux_scale=None, z_scale=None)
+        inputs = dataclasses.replace(inputs, balance=balance)
+    return sound(layer, x, inputs)
 
 
 @planted(SCORES)
@@ -305,8 +307,9 @@ def softmax_twice(sound: Any, logits: Tensor, settings: RouterSettings) -> Tenso
 def padding_counted(sound: Any, batches: Batches, *which: int) -> MicroBatch:
     """Padding counts like other tokens."""
     batch = sound(batches, *which)
-    lengths = torch.full_like(batch.balance.lengths, batches.source.seq_length)
-    return batch._replace(balance=dataclasses.replace(batch.balance, used=None, lengths=lengths))
+    lengths = torch.full_like(batch.inputs.balance.lengths, batches.source.seq_length)
+    balance = dataclasses.replace(batch.inputs.balance, used=None, lengths=lengths)
+    return batch._replace(inputs=dataclasses.replace(batch.inputs, balance=balance))
 
 
 @planted(PART_OF_TOKENS)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
 from parallel3d.data.loader import MicroBatch
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.parameters.gradients import deferred_queue
 from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
@@ -128,7 +129,7 @@ def run(
     executor = Executor(stages, route, sends, CPU, boxes)
 
     def load(m: int) -> MicroBatch:
-        return MicroBatch(None, None, None, torch.tensor([m]))
+        return MicroBatch(None, None, None, LayerInputs(torch.tensor([m])))
 
     for _ in range(steps):
         dist.barrier()

@@ -74,6 +74,7 @@ from parallel3d.host.devices import device_name
 from parallel3d.host.quotas import available_cores, memory_in_all
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim.optimizer import Optimizer
@@ -299,7 +300,7 @@ class ModelPieces:
         balance = None if not model.num_experts else _balance(config, size, device, of_tp)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         samples = torch.arange(size, device=device)
-        self.batch = MicroBatch(tokens, tokens, mask, samples, None, balance)
+        self.batch = MicroBatch(tokens, tokens, mask, LayerInputs(samples, balance=balance))
         self.scale = torch.tensor(1.0 / tokens.numel(), device=device)
 
     def __enter__(self) -> Self:

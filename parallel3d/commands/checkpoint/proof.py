@@ -27,6 +27,7 @@ from parallel3d.host.quotas import available_memory
 from parallel3d.models.decoding import Blank
 from parallel3d.models.dialect import LONGROPE
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import Positions, frequencies
 from parallel3d.models.transformer import Stage
@@ -207,19 +208,19 @@ def our_logits(
     """
     assert stage.embedding is not None and stage.head is not None
     tokens = tokens_of(model, row)
+    inputs = stage.with_positions(LayerInputs(), *tokens.shape)
     if row.is_dense and not angles:
-        x = stage.embedding(tokens)
-        positions, documents = stage.positions_and_documents(1, tokens.shape[1])
+        x = stage.embedding(tokens, LayerInputs())
     else:
         x = stage.embedding.of_words(tokens)
         if stage.embedding.position is not None:
             x = x + stage.embedding.position[list(row.positions)]
-        _, documents = stage.positions_and_documents(1, tokens.shape[1])
         positions = _positions(stage, model, torch.tensor(row.positions), angles)
-        if documents is not None and positions.temperature is not None:
+        if inputs.documents is not None and positions.temperature is not None:
             positions = positions._replace(temperature=positions.temperature.unsqueeze(0))
+        inputs = dataclasses.replace(inputs, positions=positions)
     for block in stage.layers.values():
-        x = block(x, positions, documents=documents)
+        x = block(x, inputs)
     return stage.head.logits(x[:, list(row.kept)])[0, :, : model.vocab_size]
 
 

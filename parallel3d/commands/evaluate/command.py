@@ -36,6 +36,7 @@ from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
 from parallel3d.metrics.recorder import layout_row
 from parallel3d.models.decoding import blank_stage
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.rotary import length_with_short_factors
 from parallel3d.models.transformer import Stage
 from parallel3d.run.directory import folder_in_run
@@ -232,17 +233,17 @@ def hidden_states(
     On the last stage, the hidden states are the input of the head. Every other stage also sends
     them to the next stage. `hidden` is the hidden size h.
     """
-    pp = groups.pp
+    pp, inputs = groups.pp, LayerInputs(documents=documents)
     if stage.embedding is not None:
-        x = stage.embedding(tokens, documents=documents)
+        x = stage.embedding(tokens, inputs)
     else:
         example = next(stage.parameters())
         x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
         assert pp.handle is not None  # a stage without an embedding is one of several
         transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
-    positions, documents = stage.positions_and_documents(len(tokens), tokens.shape[1], documents)
+    inputs = stage.with_positions(inputs, *tokens.shape)
     for block in stage.blocks.values():
-        x = block(x, positions, documents=documents)
+        x = block(x, inputs)
     if stage.head is None:
         assert pp.handle is not None
         transfer(dist.isend, x.contiguous(), pp.ranks[pp.index + 1], pp.handle)

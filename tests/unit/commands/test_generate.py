@@ -17,6 +17,7 @@ from parallel3d.commands.options import GenerateConfig
 from parallel3d.errors import UserError
 from parallel3d.models.decoding import Decoder, blank_stage
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.transformer import Stage
 from parallel3d.run_config import Config
 
@@ -96,10 +97,10 @@ def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
 def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
     """Returns logits of the last position by the trained forward pass, without a cache."""
     with torch.no_grad():
-        x = stage.embedding(torch.tensor([tokens]))
-        positions, documents = stage.positions_and_documents(1, len(tokens))
+        x = stage.embedding(torch.tensor([tokens]), LayerInputs())
+        inputs = stage.with_positions(LayerInputs(), 1, len(tokens))
         for block in stage.layers.values():
-            x = block(x, positions, documents=documents)
+            x = block(x, inputs)
         return stage.head.logits(x)[0, -1, : stage.head.model.vocab_size]
 
 

@@ -20,8 +20,9 @@ from parallel3d.context_parallel import document_attention
 from parallel3d.context_parallel.attention import attend_within
 from parallel3d.data.loader import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
-from parallel3d.models.attention import causal_attention
+from parallel3d.models.attention import AttentionOptions, causal_attention
 from parallel3d.models.dropout import Dropout
+from parallel3d.models.layer_inputs import LayerInputs
 
 LENGTH = 150
 PACKS = [(), (1, 2, 3, 149), (77,), tuple(range(1, LENGTH)), (33, 66, 99), (5, 8, 140)]
@@ -95,21 +96,25 @@ def test_one_document_has_the_bits_of_attention_without_documents() -> None:
     """The code for documents computes the same: the first part of a packed sample equals that part
     alone."""
     qkv = torch.randn(2, LENGTH, 3 * 16, dtype=torch.float32)
-    plain = causal_attention(qkv, 2, 2, 8, None)
-    assert torch.equal(causal_attention(qkv, 2, 2, 8, None, documents=documents([(), ()])), plain)
-    packed = causal_attention(qkv, 2, 2, 8, None, documents=documents([(77,), (77,)]))
+
+    def attend(qkv: Tensor, found: Documents | None = None) -> Tensor:
+        inputs = LayerInputs(documents=found)
+        return causal_attention(qkv, (2, 2, 8), inputs, AttentionOptions())
+
+    assert torch.equal(attend(qkv, documents([(), ()])), attend(qkv))
+    packed = attend(qkv, documents([(77,), (77,)]))
     for cut in (slice(77), slice(77, None)):
-        assert torch.equal(
-            packed[:, cut], causal_attention(qkv[:, cut].contiguous(), 2, 2, 8, None)
-        )
+        assert torch.equal(packed[:, cut], attend(qkv[:, cut].contiguous()))
 
 
 def test_the_formula_for_dropout_attends_within_documents_too() -> None:
     qkv = torch.randn(len(PACKS), LENGTH, 8 * 8, dtype=torch.float64)
-    nothing, numbers = Dropout(1, "a", 0.0), torch.arange(len(PACKS))
-    found = documents()
-    ours = causal_attention(qkv, 4, 2, 8, None, nothing, numbers, found)
-    torch.testing.assert_close(ours, causal_attention(qkv, 4, 2, 8, None, documents=found))
+    inputs = LayerInputs(torch.arange(len(PACKS)), documents())
+    ours, theirs = (
+        causal_attention(qkv, (4, 2, 8), inputs, AttentionOptions(dropout=dropout))
+        for dropout in (Dropout(1, "a", 0.0), None)
+    )
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_scores_are_made_of_documents_never_of_the_whole_sample() -> None:

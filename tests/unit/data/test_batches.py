@@ -24,7 +24,8 @@ def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
     count = GLOBAL // (dp * micro)
     ranks = [Batches(source(True), micro, count, d, "cpu") for d in range(dp)]
     parts = [rank.micro_batch(step * GLOBAL, m) for rank in ranks for m in range(count)]
-    return tuple(torch.cat(field) for field in zip(*(part[:4] for part in parts), strict=True))
+    tensors = ((*part[:3], part.inputs.samples) for part in parts)
+    return tuple(torch.cat(field) for field in zip(*tensors, strict=True))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 12])
@@ -74,21 +75,22 @@ def test_token_count_reads_a_source_that_does_not_declare_its_masks() -> None:
 def test_tensors_have_the_promised_types_and_are_contiguous() -> None:
     batch = Batches(source(True), 2, 3, 0, "cpu").micro_batch(0, 1)
     assert isinstance(batch, MicroBatch)
-    assert [t.dtype for t in batch[:4]] == [torch.int64, torch.int64, torch.bool, torch.int64]
-    assert batch.documents is None
+    assert [t.dtype for t in batch[:3]] == [torch.int64, torch.int64, torch.bool]
+    assert batch.inputs.samples.dtype == torch.int64
+    assert batch.inputs.documents is None
     assert all(t.shape == (2, SEQ) and t.is_contiguous() for t in batch[:3])
 
 
 def test_micro_batches_hold_the_indices_of_their_samples() -> None:
     batch = Batches(source(True), 2, 3, 1, "cpu").micro_batch(48, 2)
-    assert batch.samples.tolist() == [58, 59]
+    assert batch.inputs.samples.tolist() == [58, 59]
 
     class Untouchable:
         def sample(self, i: int) -> Sample:
             raise AssertionError(f"sample {i} was read")
 
     inner = Batches(Untouchable(), 2, 3, 1, "cpu", needs_batch=False).micro_batch(48, 2)
-    assert inner[:3] == (None, None, None) and inner.samples.tolist() == [58, 59]
+    assert inner[:3] == (None, None, None) and inner.inputs.samples.tolist() == [58, 59]
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -98,7 +100,7 @@ def test_every_stage_gets_the_starts_of_documents(reads: bool) -> None:
     batches = Batches(source(True), 3, 3, 0, "cpu", needs_batch=reads, document_mask=True)
     found = [batches.micro_batch(36, m) for m in range(3)]
     for m, batch in enumerate(found):
-        starts, table = batch.documents.starts, batch.documents.blocks.table[0]
+        starts, table = batch.inputs.documents.starts, batch.inputs.documents.blocks.table[0]
         assert (batch.tokens is not None) == reads
         rows = [s.starts.tolist() for s in samples[3 * m : 3 * m + 3]]
         assert starts.tolist() == rows and starts.dtype == torch.int32
@@ -106,10 +108,10 @@ def test_every_stage_gets_the_starts_of_documents(reads: bool) -> None:
         segments = [[i, a, b - a, a, 0] for i, of in enumerate(edges) for a, b in pairwise(of)]
         assert table[0, 0] == len(segments) and len(table) == 3 * SEQ + 1
         assert table[1 : len(segments) + 1].tolist() == segments and table.device.type == "cpu"
-        assert batch.documents.positions().tolist() == [
+        assert batch.inputs.documents.positions().tolist() == [
             [p - begin for p, begin in enumerate(row)] for row in rows
         ]
-    assert len({int(batch.documents.blocks.table[0, 0, 0]) for batch in found}) > 1
+    assert len({int(batch.inputs.documents.blocks.table[0, 0, 0]) for batch in found}) > 1
 
 
 def test_a_sample_without_starts_is_one_document() -> None:
@@ -118,7 +120,7 @@ def test_a_sample_without_starts_is_one_document() -> None:
             return Sample(np.zeros(SEQ + 1, dtype=np.int64), np.ones(SEQ, dtype=bool))
 
     batch = Batches(Plain(), 2, 1, 0, "cpu", document_mask=True).micro_batch(0, 0)
-    table = batch.documents.blocks.table[0]
+    table = batch.inputs.documents.blocks.table[0]
     assert table[0, 0] == 2 and table[1:3].tolist() == [[i, 0, SEQ, 0, 0] for i in range(2)]
 
 
@@ -145,5 +147,5 @@ def test_batches_on_the_gpu_equal_those_on_the_cpu() -> None:
     here = Batches(source(True), 2, 3, 1, "cpu")
     there = Batches(source(True), 2, 3, 1, "cuda")
     for m in range(3):
-        for a, b in zip(here.micro_batch(4, m), there.micro_batch(4, m), strict=True):
+        for a, b in zip(here.micro_batch(4, m)[:3], there.micro_batch(4, m)[:3], strict=True):
             assert b.device.type == "cuda" and torch.equal(a, b.cpu())

@@ -58,7 +58,10 @@ def step(source: SampleSource, first: int, dp: int, size: int) -> list[torch.Ten
     count = BATCH // (dp * size)
     ranks = [Batches(source, size, count, rank, "cpu", document_mask=True) for rank in range(dp)]
     batches = [rank.micro_batch(first, m) for rank in ranks for m in range(count)]
-    parts = [(b.tokens, b.labels, b.loss_mask, b.samples, b.documents.starts) for b in batches]
+    parts = [
+        (b.tokens, b.labels, b.loss_mask, b.inputs.samples, b.inputs.documents.starts)
+        for b in batches
+    ]
     assert sum(rank.token_count(first) for rank in ranks) == sum(int(p[2].sum()) for p in parts)
     return [torch.cat(of) for of in zip(*parts, strict=True)]
 

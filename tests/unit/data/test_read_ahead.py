@@ -126,19 +126,18 @@ def test_micro_batches_are_the_same(dp: int, size: int) -> None:
         for first in (0, 12, 24, 36):
             assert usual.token_count(first) == ahead.token_count(first)
             for m in range(count):
-                pairs = zip(
-                    usual.micro_batch(first, m)[:4], ahead.micro_batch(first, m)[:4], strict=True
-                )
-                assert all(torch.equal(*pair) for pair in pairs)
+                one, other = usual.micro_batch(first, m), ahead.micro_batch(first, m)
+                assert all(map(torch.equal, one[:3], other[:3]))
+                assert torch.equal(one.inputs.samples, other.inputs.samples)
 
 
 def test_a_batch_of_another_size_reads_its_own_share_ahead() -> None:
     source = Numbered()
     batches = Batches(source, 2, 1, 1, "cpu", stride=4)
-    assert batches.micro_batch(0, 0).samples.tolist() == [2, 3]
+    assert batches.micro_batch(0, 0).inputs.samples.tolist() == [2, 3]
     assert source.wait_for(4)[:4] == [2, 3, 6, 7]
     batches.resize(2, 8)
-    assert [batches.micro_batch(4, m).samples.tolist() for m in (0, 1)] == [[8, 9], [10, 11]]
+    assert [batches.micro_batch(4, m).inputs.samples.tolist() for m in (0, 1)] == [[8, 9], [10, 11]]
     ahead = {8, 9, 10, 11, 16, 17, 18, 19}
     with source.changed:
         assert source.changed.wait_for(lambda: ahead <= {*source.read}, WAIT_S)

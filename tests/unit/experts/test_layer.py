@@ -19,6 +19,7 @@ from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -109,6 +110,7 @@ def test_a_recomputation_runs_the_experts_again_and_chooses_nothing(
     with ExitStack() as stack:
         for name, seam in (("choices", CHOSEN), ("rows", ROWS), ("experts", EXPERTS)):
             stack.enter_context(seam.replaced(counted(name)))
-        made(x, nn.Identity(), Choice(), balance).square().sum().backward()
+        y = made(x, nn.Identity(), LayerInputs(balance=balance, choice=Choice()))
+        y.square().sum().backward()
     assert calls == {"choices": 1, "rows": 1, "experts": 1 + again}
     assert made.router.tally.take()[:8].sum() == 2 * 6 * 2

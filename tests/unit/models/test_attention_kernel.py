@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,15 @@ from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.loop import notices
 from parallel3d.models import attention
-from parallel3d.models.attention import avoids_cudnn, causal_attention, choose_kernel
+from parallel3d.models.attention import (
+    AttentionOptions,
+    avoids_cudnn,
+    causal_attention,
+    choose_kernel,
+)
 from parallel3d.models.decoding import Decoder
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.initializer import Initializer
@@ -34,8 +41,8 @@ from tests.unit.context_parallel.test_document_attention import documents
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
-PACKED = documents([(33,), (5, 8, 140)])
-Attend = Callable[[Tensor, str], Tensor]
+WHOLE, PACKED = LayerInputs(), LayerInputs(documents=documents([(33,), (5, 8, 140)]))
+Attend = Callable[[Tensor, AttentionOptions], Tensor]
 
 
 def config(kernel: str, precision: str = "bf16", **keys: Any) -> Config:
@@ -45,18 +52,18 @@ def config(kernel: str, precision: str = "bf16", **keys: Any) -> Config:
     return made
 
 
-def whole(qkv: Tensor, kernel: str) -> Tensor:
-    return causal_attention(qkv, *SHAPE, None, kernel=kernel)
+def whole(qkv: Tensor, options: AttentionOptions) -> Tensor:
+    return causal_attention(qkv, SHAPE, WHOLE, options)
 
 
-def packed(qkv: Tensor, kernel: str) -> Tensor:
-    return causal_attention(qkv, *SHAPE, None, documents=PACKED, kernel=kernel)
+def packed(qkv: Tensor, options: AttentionOptions) -> Tensor:
+    return causal_attention(qkv, SHAPE, PACKED, options)
 
 
-def again(qkv: Tensor, kernel: str) -> Tensor:
+def again(qkv: Tensor, options: AttentionOptions) -> Tensor:
     """Runs attention that is recomputed in the backward, outside of any context that selects a
     kernel."""
-    return recomputed(whole, qkv, kernel)
+    return recomputed(whole, qkv, options)
 
 
 def values(attend: Attend, kernel: str) -> list[Tensor]:
@@ -64,7 +71,7 @@ def values(attend: Attend, kernel: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(4)
     shape = (2, 150, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     qkv = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-    y = attend(qkv, kernel)
+    y = attend(qkv, AttentionOptions(kernel))
     return [y.detach(), *torch.autograd.grad(y.square().sum(), qkv)]
 
 
@@ -132,7 +139,7 @@ def test_generation_attends_by_the_kernel_of_its_context() -> None:
     tokens, found = [3, 1, 4], []
     for kernel in ("auto", "math"):
         for block in stage.layers.values():
-            block.attention.kernel = kernel
+            block.attention.options = replace(block.attention.options, kernel=kernel)
         fresh = Decoder(LLAMA, decoder.groups, stage)
         with Operators() as operators:
             found.append([fresh.logits(tokens), fresh.logits([*tokens, 5])])
@@ -239,7 +246,7 @@ def test_a_kernel_whose_backward_fails_is_refused_too(monkeypatch: pytest.Monkey
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             raise RuntimeError("no execution plan.\nand a long explanation")
 
-    monkeypatch.setattr(attention, "causal_attention", lambda x, *_, **__: Forward.apply(x))
+    monkeypatch.setattr(attention, "causal_attention", lambda x, *_: Forward.apply(x))
     with torch.no_grad():  # generation tries the kernel, too
         assert "(no execution plan);" in refusal(config("flash"))
 
@@ -247,13 +254,13 @@ def test_a_kernel_whose_backward_fails_is_refused_too(monkeypatch: pytest.Monkey
 def test_the_trial_has_the_number_of_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple] = []
 
-    def attend(qkv: Tensor, *how: Any, kernel: str) -> Tensor:
-        seen.append((tuple(qkv.shape), qkv.dtype, *how, kernel))
+    def attend(qkv: Tensor, heads: Any, _: LayerInputs, options: AttentionOptions) -> Tensor:
+        seen.append((tuple(qkv.shape), qkv.dtype, heads, options.kernel))
         return qkv * 1
 
     monkeypatch.setattr(attention, "causal_attention", attend)
     assert choose_kernel(Blueprint.of(config("flash", "fp16", tp=4)), CPU) == "flash"
-    assert seen == [((1, 128, 3 * HEAD_DIM), torch.float16, 1, 1, HEAD_DIM, None, "flash")]
+    assert seen == [((1, 128, 3 * HEAD_DIM), torch.float16, (1, 1, HEAD_DIM), "flash")]
 
 
 # --- flash attention of another package ------------------------------------------------------

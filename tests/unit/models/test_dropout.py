@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.models.attention import causal_attention
+from parallel3d.models.attention import AttentionOptions, causal_attention
 from parallel3d.models.dropout import Dropout
+from parallel3d.models.layer_inputs import LayerInputs
 from tests.reference.dropout import dropped
 
 
-def samples(*numbers: int) -> Tensor:
-    return torch.tensor(numbers)
+def samples(*numbers: int) -> LayerInputs:
+    return LayerInputs(torch.tensor(numbers))
 
 
 def test_masks_follow_the_formula() -> None:
@@ -42,7 +43,7 @@ def test_a_parts_mask_is_a_part_of_the_whole_mask() -> None:
     heads = Dropout(1, "a", 0.4, first_head=4)(x[:, 4:], numbers)
     positions = Dropout(1, "a", 0.4, part=1)(x[:, :, 3:], numbers)
     assert torch.equal(heads, whole[:, 4:]) and torch.equal(positions, whole[:, :, 3:])
-    assert torch.equal(Dropout(1, "a", 0.4)(x[2:], numbers[2:]), whole[2:])
+    assert torch.equal(Dropout(1, "a", 0.4)(x[2:], samples(6, 7)), whole[2:])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -50,7 +51,7 @@ def test_the_share_dropped_is_p_everywhere(p: float) -> None:
     """Drops the right share over every index alone, within five standard deviations, and without
     correlation between neighbours along any index."""
     shape, count = (16, 8, 32, 64), 16 * 8 * 32 * 64
-    gone = (Dropout(5, "b", p)(torch.ones(shape), torch.arange(16)) == 0).double() - p
+    gone = (Dropout(5, "b", p)(torch.ones(shape), samples(*range(16))) == 0).double() - p
     for dim, size in enumerate(shape):
         deviation = (p * (1 - p) * size / count) ** 0.5
         over = gone.mean([d for d in range(4) if d != dim])
@@ -76,12 +77,16 @@ def test_the_gradient_has_the_same_mask_as_the_value() -> None:
 
 def test_without_sample_indices_nothing_is_dropped() -> None:
     x = torch.randn(2, 8, 16)
-    assert Dropout(1, "a", 0.3)(x, None) is x
+    assert Dropout(1, "a", 0.3)(x, LayerInputs()) is x
     qkv = torch.randn(2, 8, 3 * 16).double()
-    plain = causal_attention(qkv, 2, 2, 8, None)
-    torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, Dropout(1, "a", 0.3)), plain)
+
+    def attend(dropout: Dropout | None, inputs: LayerInputs) -> Tensor:
+        return causal_attention(qkv, (2, 2, 8), inputs, AttentionOptions(dropout=dropout))
+
+    plain = attend(None, LayerInputs())
+    torch.testing.assert_close(attend(Dropout(1, "a", 0.3), LayerInputs()), plain)
     nothing = Dropout(1, "a", 1e-12)  # the path that writes out the probabilities
-    torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, nothing, samples(0, 1)), plain)
+    torch.testing.assert_close(attend(nothing, samples(0, 1)), plain)
 
 
 class Copies(TorchDispatchMode):
@@ -112,5 +117,5 @@ def test_the_host_copies_nothing_to_the_device(compiled: bool) -> None:
         if compiled:  # the function that a compiled block calls
             y = torch.ops.parallel3d.dropout(x, numbers, drop.site, None, 0, 0, 0.3)
         else:
-            y = drop(x, numbers)
+            y = drop(x, LayerInputs(numbers))
     assert y.device.type == "meta" and not copies.found

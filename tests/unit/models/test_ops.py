@@ -14,11 +14,22 @@ from torch.func import functional_call
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.models import attention, ops
-from parallel3d.models.attention import causal_attention
+from parallel3d.models.attention import AttentionOptions, causal_attention
 from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, QKNorm
-from parallel3d.models.ops import add_rms_norm, gain_of, geglu, rms_norm, split_heads, swiglu
+from parallel3d.models.ops import (
+    Heads,
+    Rotary,
+    add_rms_norm,
+    gain_of,
+    geglu,
+    rms_norm,
+    split_heads,
+    swiglu,
+)
+from parallel3d.models.rotary import Positions
 from parallel3d.parameters.initializer import Initializer
 from tests.kernels import no_kernels
 
@@ -165,6 +176,16 @@ def explicit_attention(
     return torch.stack(out, 2).flatten(2)
 
 
+def with_rotary(rotary: Rotary | None) -> tuple[LayerInputs, AttentionOptions]:
+    if rotary is None:
+        return LayerInputs(), AttentionOptions()
+    return LayerInputs(positions=Positions((rotary,))), AttentionOptions(rope=0)
+
+
+def attended(qkv: Tensor, heads: Heads, rotary: Rotary | None) -> Tensor:
+    return causal_attention(qkv, heads, *with_rotary(rotary))
+
+
 @pytest.mark.parametrize("rotated", [0, 2, 4])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("sequence", [1, 64, 133])
@@ -173,7 +194,7 @@ def test_attention_is_explicit_softmax_attention(
 ) -> None:
     qkv = leaf(2, sequence, (heads + 2 * kv_heads) * 4)
     rotary = rotary_of(sequence, rotated // 2) if rotated else None
-    ours = causal_attention(qkv, heads, kv_heads, 4, rotary)
+    ours = attended(qkv, (heads, kv_heads, 4), rotary)
     theirs = explicit_attention(qkv, heads, kv_heads, rotary)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     grad = torch.randn_like(ours)
@@ -185,14 +206,12 @@ def test_attention_is_explicit_softmax_attention(
 def test_attention_gradients_are_finite_differences(heads: int, kv_heads: int) -> None:
     sequence = 66
     qkv, rotary = leaf(1, sequence, (heads + 2 * kv_heads) * 2), rotary_of(sequence, 1)
-    assert gradcheck(
-        lambda x: causal_attention(x, heads, kv_heads, 2, rotary), (qkv,), fast_mode=True
-    )
+    assert gradcheck(lambda x: attended(x, (heads, kv_heads, 2), rotary), (qkv,), fast_mode=True)
 
 
 def test_attention_works_in_half_precision() -> None:
     qkv = leaf(2, 9, (4 + 2 * 2) * 4)
-    ours = causal_attention(qkv.bfloat16(), 4, 2, 4, None)
+    ours = attended(qkv.bfloat16(), (4, 2, 4), None)
     assert ours.dtype == torch.bfloat16
     expected = explicit_attention(qkv, 4, 2, None)
     torch.testing.assert_close(ours.double(), expected, rtol=0.05, atol=0.05)
@@ -206,11 +225,12 @@ def test_compiled_operations_equal_eager_ones() -> None:
     sequence, results = 70, []
     inputs = leaf(2, sequence, 16), leaf(16), leaf(2, sequence, 20), leaf(2, sequence, 8 * 8)
     rotaries = None, rotary_of(sequence, 2), rotary_of(sequence, 4)
+    given = tuple(map(with_rotary, rotaries))
 
     def operations(x: Tensor, weight: Tensor, gate_up: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
-        attended = (causal_attention(qkv, 4, 2, 8, rotary) for rotary in rotaries)
+        results = (causal_attention(qkv, (4, 2, 8), *each) for each in given)
         normed = rms_norm(x, weight, 1e-3), rms_norm(x, weight, 1e-3, 1.0)
-        return *normed, swiglu(gate_up), geglu(gate_up), *attended
+        return *normed, swiglu(gate_up), geglu(gate_up), *results
 
     compiled = torch.compile(operations, fullgraph=True, dynamic=False)
     for run in (operations, compiled):
@@ -251,7 +271,7 @@ def test_on_an_accelerator_kernels_read_shared_heads_as_they_are(
             monkeypatch.setattr(ops, "is_on_accelerator", lambda tensor: True)
             monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
         x = qkv.clone().requires_grad_()
-        y = causal_attention(x, heads, kv_heads, width, rotary)
+        y = attended(x, (heads, kv_heads, width), rotary)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
     shared = kind == torch.bfloat16
     assert seen == [((1, kv_heads if shared else heads, sequence, width), shared)]

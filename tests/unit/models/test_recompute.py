@@ -16,6 +16,7 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.config.values import parts_of
 from parallel3d.models import ops, transformer
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
@@ -29,7 +30,7 @@ MODEL = ModelConfig(
     ffn_hidden_size=56, seq_length=SEQUENCE, vocab_size=61, norm="rmsnorm",
     position_embedding="rope", activation="swiglu", bias=False, tie_embeddings=False,
 )  # fmt: skip
-NOTHING = (None, None, None)
+NOTHING = (None, None, None, LayerInputs())
 
 
 def middle_stage(recompute: str = "none", layers: int = LAYERS, first: int | None = None) -> Stage:

@@ -1,0 +1,39 @@
+"""What the layers of a stage know about the tokens of a micro-batch beside their hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from parallel3d.context_parallel.documents import Documents
+from parallel3d.experts.balance import Balance
+from parallel3d.experts.choice import Choice
+from parallel3d.models.rotary import Positions
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Travels with the hidden states of a micro-batch through stages, blocks and recomputation.
+
+    A further property of the tokens is a further field; no signature between them changes.
+
+    This is not a tuple, for the reason that `Documents` gives.
+
+    Attributes:
+        samples: (b,) int64, each sample's index in the run; None: nothing is dropped.
+        documents: the documents within which attention stays and positions are counted; None: each
+            sample is one document.
+        balance: which tokens the experts count, and the data of their balancing losses; None: the
+            experts' tokens are not counted.
+        positions: the tokens' rows of the rotary tables, which the stage fills in
+            (`Stage.with_positions`).
+        choice: the decisions of one layer with experts, in which a recomputed forward finds them;
+            None in all other layers.
+    """
+
+    samples: Tensor | None = None
+    documents: Documents | None = None
+    balance: Balance | None = None
+    positions: Positions = field(default_factory=Positions)
+    choice: Choice | None = None
