@@ -166,7 +166,7 @@ class LayerSettings:
         cp_style: how attention reads the keys of other context-parallel ranks.
         cp_balance: whether ranks of cp get equal work even if documents would make the work uneven.
         attention_kernel: the configured kernel (see `models.attention.choose_kernel`).
-        dispatch: how tokens reach the experts of other ranks (`experts/dispatch.py`).
+        dispatch: how tokens reach the experts of other ranks (`experts/route.py`).
     """
 
     sp: bool

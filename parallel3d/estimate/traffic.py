@@ -32,7 +32,7 @@ from parallel3d.schedules.orders import StageAssignment
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 STATISTIC_BYTES = 4  # norms' statistics are fp32 or better
 WHOLE_BYTES = 8  # expert indices and token counts are int64
-# The exchanges of hidden states, which `moe.overlap` hides (experts/dispatch.py).
+# The exchanges of hidden states, which `moe.overlap` hides (experts/route.py).
 TOKENS, RESULTS = "tokens of experts", "results of experts"
 OVERLAPPED = TOKENS, RESULTS
 
@@ -121,7 +121,7 @@ def _has_gradient(gradients: Gradients, name: str) -> bool:
 
 
 def _experts(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the traffic of layers with experts (experts/dispatch.py, experts/balance.py).
+    """Yields the traffic of layers with experts (experts/route.py, experts/balance.py).
 
     The sizes of an all-to-all assume that tokens choose their experts at random.
     """

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.grouped import Groups, grouped_matmul
-from parallel3d.experts.choice import Rows, sum_of_slots
 from parallel3d.experts.gradients import add_grouped_gradient
+from parallel3d.experts.rows import Rows, sum_of_slots
 from parallel3d.parameters.gradients import deferred_queue
 
 

@@ -1,8 +1,8 @@
 """The router, which scores the experts for each token, chooses among them and weights them.
 
 One implementation serves all model families, which differ in their `RouterSettings`. Scores are
-fp32, or fp64 in an fp64 model. The choice is made once per micro-batch and kept (`Choice`), because
-a recomputed forward that chose again could choose other experts.
+fp32, or fp64 in an fp64 model. The choice is made once per micro-batch and kept in its route,
+because a recomputed forward that chose again could choose other experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel3d.device.matmul import matmul
 from parallel3d.device.wide import wide_linear
 from parallel3d.experts.balance import Balance, BalanceLosses, Tally
-from parallel3d.experts.choice import Choice, Routing, balanced_experts
+from parallel3d.experts.route import TokenRoute
 from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.initializer import Initializer
@@ -161,41 +161,60 @@ class Router(nn.Module):
             sizes = model.seq_length, model.num_experts, model.experts_per_token
             self.balanced = balanced_experts(init.seed, layer, *sizes).to(init.device)
 
-    def forward(self, x: Tensor, choice: Choice, balance: Balance | None) -> Routing:
+    def forward(self, x: Tensor, route: TokenRoute, balance: Balance | None) -> Tensor:
         """Chooses experts for the n = b · s tokens in x, (b, s, hidden).
 
+        Returns the weights of the chosen experts, (n, k), in fp32 or fp64.
+
         Args:
-            choice: the decisions of an earlier forward of the same tokens, which are reused; if it
-                is empty, the router's decisions are written into it.
+            route: the route of these tokens, which gets the chosen experts. If an earlier forward
+                has chosen them, they are not chosen again.
             balance: the data for the micro-batch's balancing losses; None: there are no losses, and
                 tokens are not counted.
         """
         logits = _Logits.apply(x, self.weight).flatten(0, -2)
         scores = scores_of(logits, self.settings)
-        is_first = choice.experts is None
-        if choice.experts is None:
-            if self.balanced is None or balance is None:
-                choice.experts = choose(scores, self.bias, self.settings)
-            else:
-                choice.experts = self._balanced(self.balanced, balance, *x.shape[:-1])
-            if balance is not None and balance.watch is not None:
-                margins = margins_of(scores, self.bias, self.settings)
-                given = (self.layer, balance, choice.experts, margins)
-                choice.experts = balance.watch.chosen(*given)
-        weights = weights_of(scores, choice.experts, self.settings)
+        is_first = route.experts is None
+        experts = self._chosen(x, scores, balance) if route.experts is None else route.experts
+        route.experts = experts
+        weights = weights_of(scores, experts, self.settings)
         if balance is not None:
-            losses = BalanceLosses.of(logits, scores, choice.experts, balance, choice.counts)
-            choice.counts = losses.counts
+            losses = BalanceLosses.of(logits, scores, experts, balance, route.counts)
+            route.counts = losses.counts
             if is_first:
                 self.tally.add(losses)
             weights = losses.through(weights, balance)
-        return Routing(choice.experts, weights)
+        return weights
+
+    def _chosen(self, x: Tensor, scores: Tensor, balance: Balance | None) -> Tensor:
+        """Returns the experts of each token, best first, (n, k)."""
+        if self.balanced is None or balance is None:
+            experts = choose(scores, self.bias, self.settings)
+        else:
+            experts = self._balanced(self.balanced, balance, *x.shape[:-1])
+        if balance is None or balance.watch is None:
+            return experts
+        margins = margins_of(scores, self.bias, self.settings)
+        return balance.watch.chosen(self.layer, balance, experts, margins)
 
     def _balanced(self, table: Tensor, balance: Balance, samples: int, tokens: int) -> Tensor:
         """Returns the experts that `moe.routing=balanced` gives the tokens of a micro-batch."""
         if balance.positions is None:
             return table[:tokens].repeat(samples, 1)
         return table[balance.positions.flatten() % len(table)]
+
+
+def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: int) -> Tensor:
+    """Returns experts for each position of a sequence, with every expert used equally often.
+
+    The result, (tokens, chosen) int64, is the same for all sequences and layouts. One random
+    permutation of all experts is divided among experts/chosen consecutive positions.
+    """
+    # The generator takes 64 bits, which are more than enough for a table that only spreads tokens.
+    chance = torch.Generator().manual_seed((4096 * seed + layer) % 2**64)
+    each = experts // chosen
+    orders = torch.rand(-(-tokens // each), experts, generator=chance).argsort(-1)
+    return orders[:, : each * chosen].reshape(-1, chosen)[:tokens].contiguous()
 
 
 class _Logits(torch.autograd.Function):

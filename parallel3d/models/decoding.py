@@ -22,7 +22,6 @@ from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.device.precision import master_dtype
-from parallel3d.experts.choice import Choice
 from parallel3d.models.attention import (
     attend,
     attend_split,
@@ -139,7 +138,7 @@ class Decoder:
         transfer(call, x, pp.ranks[pp.index + offset], pp.handle)
 
     def _block(self, block: TransformerBlock, cache: Tensor, x: Tensor) -> Tensor:
-        attention, inputs = block.attention, LayerInputs(choice=Choice())
+        attention, inputs = block.attention, block.with_route(LayerInputs())
         normed = x if block.input_norm is None else block.input_norm(x)
         inner = self._attend(attention, cache, attention.qkv(normed))
         x = x + block.added_by_attention(attention.out(inner), inputs)

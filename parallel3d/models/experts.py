@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.blueprint.dispatch import chosen_way
-from parallel3d.experts.choice import Rows
-from parallel3d.experts.dispatch import counted, dispatched
 from parallel3d.experts.grouped import Activation, run_experts
+from parallel3d.experts.route import TokenRoute, new_route
 from parallel3d.experts.router import Router
+from parallel3d.experts.rows import Rows
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, output_std
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
         """Returns the output of the experts for norm(x).
 
         x and the result are (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
-        `inputs.choice` must be there.
+        `inputs.route` must be there (`new_route`).
         """
         if {"mlp", "norm"} <= self.recompute:
             return recomputed(lambda x: self.inner(norm(x), inputs), x)
@@ -124,22 +124,24 @@ class MixtureOfExperts(nn.Module):
         return self.inner(norm(x), inputs)
 
     def inner(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        choice, balance = inputs.choice, inputs.balance
-        assert choice is not None  # a block with experts has made it
+        route, balance = inputs.route, inputs.balance
+        assert route is not None  # a block with experts has made it
         if balance is not None and self.sp:
             balance = balance.at(self.tp.index, self.tp.size, x.shape[1])
-        routing = self.router(x, choice, balance)
-        tokens = x.flatten(0, -2)
-        order = counted(routing.experts, choice, self.total, self.ep, self.way, x.dtype)
+        weights = self.router(x, route, balance)
+        route.start(x.dtype)
         # With several ranks the device computes the shared expert while the host waits for counts.
         # A single rank does not wait, so the shared expert comes last: a recomputation that ends
         # with it does not repeat its last GEMM.
         shared = self.of_shared(x) if self.ep.size > 1 else None
-        given = (tokens, routing.weights, order(), self.ep, self.experts, self.turns)
-        y = dispatched(*given).view_as(x)
+        y = route.run(x.flatten(0, -2), weights, self.experts).view_as(x)
         if shared is None:
             shared = self.of_shared(x)
         return y if shared is None else y + shared
+
+    def new_route(self) -> TokenRoute:
+        """Returns a route for the tokens of one forward, on which nothing is decided yet."""
+        return new_route(self.way, self.total, self.ep, self.turns)
 
     def of_shared(self, x: Tensor) -> Tensor | None:
         """Returns the shared expert's result, or None if the model has no shared expert."""

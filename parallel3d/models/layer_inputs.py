@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.experts.balance import Balance
-from parallel3d.experts.choice import Choice
+from parallel3d.experts.route import TokenRoute
 from parallel3d.models.rotary import Positions
 
 
@@ -28,12 +28,12 @@ class LayerInputs:
             experts' tokens are not counted.
         positions: the tokens' rows of the rotary tables, which the stage fills in
             (`Stage.with_positions`).
-        choice: the decisions of one layer with experts, in which a recomputed forward finds them;
-            None in all other layers.
+        route: the tokens' route through one layer with experts, which a recomputed forward takes
+            again; None in all other layers.
     """
 
     samples: Tensor | None = None
     documents: Documents | None = None
     balance: Balance | None = None
     positions: Positions = field(default_factory=Positions)
-    choice: Choice | None = None
+    route: TokenRoute | None = None

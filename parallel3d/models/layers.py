@@ -42,7 +42,7 @@ class BuildContext:
     cp: Group = SINGLE
     cp_style: str = "gather"
     ep: Group = SINGLE
-    dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.dispatch`)
+    dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.route`)
     routing: str = "model"  # who chooses the experts of a token (`ExpertsConfig.routing`)
     turns: Turns | None = None  # overlaps a forward with a backward, unless it is None
 

@@ -21,7 +21,6 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.device.fused import register
-from parallel3d.experts.choice import Choice
 from parallel3d.models.attention import AttentionOptions, causal_attention
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
@@ -172,13 +171,16 @@ class TransformerBlock(nn.Module):
         self.run_attention: Callable[..., tuple[Tensor, Tensor]] = TransformerBlock.attended
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        if isinstance(self.mlp, MixtureOfExperts):
-            # Each forward gets its own `Choice`, because several micro-batches may be between their
-            # forward and their backward.
-            inputs = replace(inputs, choice=Choice())
+        inputs = self.with_route(inputs)
         if self.recompute:
             return recomputed(self.layer, x, inputs)
         return self.layer(x, inputs)
+
+    def with_route(self, inputs: LayerInputs) -> LayerInputs:
+        """Adds a new route to `inputs` if this layer has experts."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return replace(inputs, route=self.mlp.new_route())
+        return inputs
 
     def layer(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         x, attended = self.run_attention(self, x, inputs)

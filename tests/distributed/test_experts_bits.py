@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.experts.balance import Balance
-from parallel3d.experts.choice import Choice, Routing
+from parallel3d.experts.route import LocalRoute, TokenRoute
 from parallel3d.experts.router import Router
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, Sizes, make_trainer, plain_groups, run_cases
@@ -85,14 +86,15 @@ def test_the_comparison_fails_if_sums_are_in_another_order(precision: str, pool:
 
 @planted(ROUTER)
 def chosen_again_from_rounded_tokens(
-    sound: Any, router: Router, x: Tensor, choice: Choice, balance: Balance | None
-) -> Routing:
+    sound: Any, router: Router, x: Tensor, route: TokenRoute, balance: Balance | None
+) -> Tensor:
     """A recomputed forward chooses again, by scores that differ in their last bits."""
-    if choice.experts is not None:
+    if route.experts is not None:
+        route, again = copy(route), LocalRoute(router.settings.experts)
         with torch.no_grad():
-            chosen = sound(router, x * (1 + 2**-7), Choice(), None).experts
-        choice = dataclasses.replace(choice, experts=chosen)
-    return sound(router, x, choice, balance)
+            sound(router, x * (1 + 2**-7), again, None)
+        route.experts = again.experts
+    return sound(router, x, route, balance)
 
 
 def recomputed(of: Problem, *recompute: str) -> list[Case]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ from torch import Tensor
 from parallel3d.blueprint.layout import Layout
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.experts.balance import Balance
-from parallel3d.experts.choice import Choice, Routing
+from parallel3d.experts.route import LocalRoute, TokenRoute
 from parallel3d.experts.router import Router
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.optim.optimizer import Optimizer, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ShardSpec
@@ -116,15 +118,16 @@ def other_ties_in_the_backward() -> Iterator[None]:
         return sound(values, count)
 
     def router(
-        sound: Any, router: Router, x: Tensor, choice: Choice, balance: Balance | None
-    ) -> Routing:
-        if choice.experts is not None:
+        sound: Any, router: Router, x: Tensor, route: TokenRoute, balance: Balance | None
+    ) -> Tensor:
+        if route.experts is not None:
+            route, second = copy(route), LocalRoute(router.settings.experts)
             again[0] = True
             with torch.no_grad():
-                chosen = sound(router, x, Choice(), None).experts
+                sound(router, x, second, None)
             again[0] = False
-            choice = dataclasses.replace(choice, experts=chosen)
-        return sound(router, x, choice, balance)
+            route.experts = second.experts
+        return sound(router, x, route, balance)
 
     with RANKED.replaced(ranked), ROUTER.replaced(router):
         yield
@@ -327,11 +330,9 @@ def evaluations_counted() -> Iterator[None]:
     """An evaluation uses the balance of the last micro-batch, so that its tokens are counted."""
     last: list[Balance | None] = [None]
 
-    def bug(
-        sound: Any, layer: MixtureOfExperts, x: Tensor, choice: Choice, balance: Balance | None
-    ) -> Tensor:
-        last[0] = balance or last[0]
-        return sound(layer, x, choice, last[0])
+    def bug(sound: Any, layer: MixtureOfExperts, x: Tensor, inputs: LayerInputs) -> Tensor:
+        last[0] = inputs.balance or last[0]
+        return sound(layer, x, dataclasses.replace(inputs, balance=last[0]))
 
     with evaluated_after_each_step(), LAYER_OF_EXPERTS.replaced(bug):
         yield

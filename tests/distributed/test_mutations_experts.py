@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch import Tensor
 from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.experts.balance import Balance, BalanceLosses, BalanceOfRun, ExpertFigures, Tally
-from parallel3d.experts.choice import Choice, Routing, Rows
+from parallel3d.experts.route import TokenRoute
 from parallel3d.experts.router import Router, RouterSettings
+from parallel3d.experts.rows import Rows
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.optim.muon import Muon, newton_schulz
@@ -216,12 +218,13 @@ def results_of_other_tokens(sound: Any, rows: Tensor, places: Tensor) -> Tensor:
 
 @planted(ROUTER)
 def chosen_again(
-    sound: Any, router: Router, x: Tensor, choice: Choice, balance: Balance | None
-) -> Routing:
+    sound: Any, router: Router, x: Tensor, route: TokenRoute, balance: Balance | None
+) -> Tensor:
     """A recomputed forward chooses again, and takes the next experts where scores are close."""
-    if choice.experts is not None:
-        choice = dataclasses.replace(choice, experts=(choice.experts + 1) % router.settings.experts)
-    return sound(router, x, choice, balance)
+    if route.experts is not None:
+        route = copy(route)
+        route.experts = (route.experts + 1) % router.settings.experts
+    return sound(router, x, route, balance)
 
 
 # Balance
@@ -279,11 +282,11 @@ def counts_summed_in_place(sound: Any, tally: Tally, losses: BalanceLosses) -> N
 
 @planted(ROUTER)
 def counted_again(
-    sound: Any, router: Router, x: Tensor, choice: Choice, balance: Balance | None
-) -> Routing:
+    sound: Any, router: Router, x: Tensor, route: TokenRoute, balance: Balance | None
+) -> Tensor:
     """A recomputed forward adds its tokens and losses to the sums again."""
-    choice.experts = None
-    return sound(router, x, choice, balance)
+    route.experts = None
+    return sound(router, x, route, balance)
 
 
 @planted(LAYER_OF_EXPERTS)
@@ -402,7 +405,7 @@ def gate_not_summed_over_tp(sound: Any, segments: list[Segment], *groups: Any) -
 
 
 @planted(ROUTER)
-def frozen_router_cut_off(sound: Any, router: Router, x: Tensor, *how: Any) -> Routing:
+def frozen_router_cut_off(sound: Any, router: Router, x: Tensor, *how: Any) -> Tensor:
     """A router that is not trained passes no gradient to the tokens."""
     return sound(router, x.detach() if router.name.startswith("layers.0.") else x, *how)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.device.grouped import Groups
-from parallel3d.experts.choice import Rows, sum_of_slots
 from parallel3d.experts.grouped import Activation, run_experts
+from parallel3d.experts.rows import RowCounts, Rows, sum_of_slots
 from parallel3d.models.mlp import activate
 from parallel3d.models.ops import weighed_backward, weighed_forward
 from parallel3d.parameters.state import state_of
@@ -51,7 +51,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def rows_of(chosen: Tensor) -> Rows:
-    return Rows.counted(chosen, EXPERTS, chosen.numel())()
+    return RowCounts(chosen, EXPERTS, chosen.numel()).rows()
 
 
 def expected_of(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, experts: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_an_activation_in_bf16_is_rounded_once_with_its_weight() -> None:
     x = torch.randn(64, 5, generator=generator).bfloat16()
     weights = torch.rand(64, 1, generator=generator)
     up, down = torch.eye(5).bfloat16(), torch.eye(5).bfloat16()
-    rows = Rows.counted(torch.zeros(64, 1, dtype=torch.int64), 1, 64)()
+    rows = RowCounts(torch.zeros(64, 1, dtype=torch.int64), 1, 64).rows()
     found = run_experts(x, weights, up, down, rows, Activation(lambda inner: inner))
     assert torch.equal(found, (x.float() * weights).bfloat16())
     assert not torch.equal(found, x * weights.bfloat16())

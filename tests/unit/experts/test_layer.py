@@ -16,7 +16,6 @@ from parallel3d.blueprint.dispatch import chosen_way, share_sent
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.values import parts_of
 from parallel3d.experts.balance import Balance
-from parallel3d.experts.choice import Choice
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
@@ -30,7 +29,7 @@ MODEL = ModelConfig(
     num_experts=8, experts_per_token=2, expert_ffn_size=48, init_std=0.1,
 )  # fmt: skip
 # It is called once for each order of rows.
-ROWS = Seam("experts.choice:evenly")
+ROWS = Seam("experts.rows:evenly")
 
 
 def layer(recompute: str = "none", ep: Group = SINGLE) -> MixtureOfExperts:
@@ -110,7 +109,7 @@ def test_a_recomputation_runs_the_experts_again_and_chooses_nothing(
     with ExitStack() as stack:
         for name, seam in (("choices", CHOSEN), ("rows", ROWS), ("experts", EXPERTS)):
             stack.enter_context(seam.replaced(counted(name)))
-        y = made(x, nn.Identity(), LayerInputs(balance=balance, choice=Choice()))
+        y = made(x, nn.Identity(), LayerInputs(balance=balance, route=made.new_route()))
         y.square().sum().backward()
     assert calls == {"choices": 1, "rows": 1, "experts": 1 + again}
     assert made.router.tally.take()[:8].sum() == 2 * 6 * 2

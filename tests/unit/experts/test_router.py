@@ -6,16 +6,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from parallel3d.experts.balance import Balance, BalanceOfRun
-from parallel3d.experts.choice import Choice, Routing, balanced_experts
 from parallel3d.experts.keys import ExpertsConfig
-from parallel3d.experts.router import Router, RouterSettings, margins_of
+from parallel3d.experts.route import LocalRoute
+from parallel3d.experts.router import (
+    Router,
+    RouterSettings,
+    balanced_experts,
+    margins_of,
+    weights_of,
+)
 from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
@@ -53,6 +59,19 @@ def router_of(shape: ModelConfig, dtype: torch.dtype = torch.float64) -> Router:
     return router
 
 
+class Routed(NamedTuple):
+    experts: Tensor
+    weights: Tensor
+
+
+def routed(router: Router, x: Tensor, balance: Balance | None) -> Routed:
+    """Returns the chosen experts of new tokens, and their weights."""
+    route = LocalRoute(EXPERTS)
+    weights = router(x, route, balance)
+    assert route.experts is not None
+    return Routed(route.experts, weights)
+
+
 def beside_the_reference(x: Tensor, bias: Tensor | None, **keys: Any) -> None:
     """Compares choices and weights of the tokens x (tokens, experts) with the reference's."""
     shape = model(**keys)
@@ -62,7 +81,7 @@ def beside_the_reference(x: Tensor, bias: Tensor | None, **keys: Any) -> None:
         if ours.bias is not None and bias is not None:
             ours.bias.copy_(bias)
             theirs.bias.copy_(bias)
-    found, expected = ours(x[None], Choice(), None), theirs(x[None])
+    found, expected = routed(ours, x[None], None), theirs(x[None])
     assert torch.equal(found.experts, expected.chosen[0])
     torch.testing.assert_close(found.weights, expected.weights[0], rtol=1e-12, atol=1e-14)
 
@@ -129,13 +148,13 @@ def balance_of(samples: int, length: int, scale: float) -> Balance:
 def aux_of(router: Router, x: Tensor) -> float:
     """Returns the auxiliary losses of x (b, s, experts), summed over its samples."""
     router.tally.take()
-    router(x, Choice(), balance_of(*x.shape[:2], 1.0))
+    routed(router, x, balance_of(*x.shape[:2], 1.0))
     return float(router.tally.take()[EXPERTS])
 
 
 def test_the_auxiliary_loss_alone_gives_the_router_its_gradient() -> None:
     router, x = router_of(model()), logits().view(2, -1, EXPERTS)
-    routing = router(x, Choice(), balance_of(*x.shape[:2], 0.7))
+    routing = routed(router, x, balance_of(*x.shape[:2], 0.7))
     (routing.weights * 0.0).sum().backward()
     found = router.weight.grad
     assert found is not None and found.abs().max() > 1e-3
@@ -151,7 +170,7 @@ def test_the_auxiliary_loss_alone_gives_the_router_its_gradient() -> None:
 
 def test_the_weights_alone_give_the_router_a_gradient() -> None:
     router, x = router_of(model()), logits()[None]
-    weights = router(x, Choice(), None).weights
+    weights = routed(router, x, None).weights
     assert weights.requires_grad
     weights[:, 0].sum().backward()
     assert router.weight.grad is not None and router.weight.grad.abs().max() > 1e-3
@@ -197,14 +216,14 @@ def test_a_token_that_uses_all_experts_has_no_margin() -> None:
 def test_a_router_of_bf16_scores_in_fp32() -> None:
     router = router_of(model(), torch.bfloat16)
     x = logits().bfloat16()
-    routing = router(x[None], Choice(), None)
+    routing = routed(router, x[None], None)
     assert routing.weights.dtype == torch.float32
-    exact = router_of(model())(x.double()[None], Choice(), None)
+    exact = routed(router_of(model()), x.double()[None], None)
     assert torch.equal(routing.experts, exact.experts)
     # Whole bf16 numbers as logits would hide a rounding, so the weights mix two of them.
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS) + 0.5 * torch.eye(EXPERTS).roll(1, 0))
-    mixed = router(x[None], Choice(), None)
+    mixed = routed(router, x[None], None)
     expected = (x.double() @ router.weight.double().T).softmax(-1).gather(-1, mixed.experts)
     expected = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(mixed.weights.double(), expected, rtol=1e-6, atol=1e-7)
@@ -220,7 +239,7 @@ def test_a_router_of_bf16_has_gradients_of_fp32() -> None:
         with torch.no_grad():
             router.weight += 0.5 * router.weight.roll(1, 0)
         tokens = x[None].to(router.weight.dtype).requires_grad_()
-        weights = router(tokens, Choice(), None).weights
+        weights = routed(router, tokens, None).weights
         given = torch.randn(weights.shape, generator=torch.Generator().manual_seed(9))
         weights.backward(given.to(weights.dtype))
         assert tokens.grad is not None
@@ -244,20 +263,23 @@ def test_a_bias_near_20_keeps_differences_of_a_hundredth(dtype: torch.dtype) -> 
     alone = {"has_biases": True, "is_first": True}
     run = BalanceOfRun(settings, {0: router}, [0], EXPERTS, 3, (), **alone)
     x = torch.zeros(1, 1, EXPERTS, dtype=dtype)
-    choice = Choice()
-    router(x, choice, balance_of(1, 1, 0.0))
-    assert choice.experts is not None and choice.experts.tolist() == [[1, 3, 0]]
+    chosen = routed(router, x, balance_of(1, 1, 0.0)).experts
+    assert chosen.tolist() == [[1, 3, 0]]
     run.update(run.figures(run.take(torch.zeros((), dtype=torch.float64)).tolist(), 1))
-    moved = torch.where(torch.zeros(EXPERTS).index_fill(0, choice.experts[0], 1) > 0, -0.001, 0.001)
+    moved = torch.where(torch.zeros(EXPERTS).index_fill(0, chosen[0], 1) > 0, -0.001, 0.001)
     torch.testing.assert_close(router.bias, first + moved, rtol=0, atol=4e-6)
     assert not torch.equal(first, first.to(dtype).float())  # a conversion would change them
 
 
 def test_a_choice_that_is_given_is_not_made_again() -> None:
     router, x = router_of(model()), logits()[None]
-    other = Choice(experts=torch.arange(3).expand(TOKENS, 3).flip(-1))
-    found: Routing = router(x, other, balance_of(1, TOKENS, 1.0))
-    assert torch.equal(found.experts, torch.tensor([2, 1, 0]).expand(TOKENS, 3))
+    route = LocalRoute(EXPERTS)
+    route.experts = torch.tensor([2, 1, 0]).expand(TOKENS, 3)
+    weights = router(x, route, balance_of(1, TOKENS, 1.0))
+    assert torch.equal(route.experts, torch.tensor([2, 1, 0]).expand(TOKENS, 3))
+    torch.testing.assert_close(
+        weights, weights_of(x[0].softmax(-1), route.experts, router.settings)
+    )
     assert not router.tally.values.any()  # it was counted in the forward that chose
 
 
@@ -287,12 +309,12 @@ def test_balanced_choices_are_equally_many_and_the_same_for_any_split_of_a_seque
     router = Router(1, shape, Initializer(3, F64, torch.device("cpu")), "balanced")
     x = torch.rand(2, 32, EXPERTS, dtype=F64)
     samples, lengths = torch.arange(2), torch.full((2,), 32, dtype=F64)
-    whole = router(x, Choice(), Balance(samples, None, None, lengths)).experts.view(2, 32, 2)
+    whole = routed(router, x, Balance(samples, None, None, lengths)).experts.view(2, 32, 2)
     assert torch.equal(whole[0], whole[1])
     assert whole[0].flatten().bincount(minlength=EXPERTS).tolist() == [8] * EXPERTS
     assert all(len(set(chosen)) == 2 for chosen in whole[0].tolist())
     held = torch.tensor([3, 4, 30]).expand(2, -1)
-    part = router(x[:, held[0]], Choice(), Balance(samples, held, None, lengths)).experts
+    part = routed(router, x[:, held[0]], Balance(samples, held, None, lengths)).experts
     assert torch.equal(part.view(2, 3, 2), whole[:, held[0]])
     other = Router(0, shape, Initializer(3, F64, torch.device("cpu")), "balanced")
     assert router.balanced is not None and other.balanced is not None
