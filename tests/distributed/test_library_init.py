@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 import parallel3d as p3d
-from parallel3d.comm.collectives import all_reduce
+from parallel3d.comm.collectives import all_reduce, differs
+from parallel3d.comm.group import group_of
 
 # If rank 1 passes other arguments than the other ranks, they come second.
 BAD = (
@@ -58,3 +59,17 @@ def test_init_splits_the_world_and_impossible_sizes_are_refused_on_every_rank(po
         assert len(said) == len(BAD)
         for (_, _, wanted), sentence in zip(BAD, said, strict=True):
             assert sentence.startswith(wanted), sentence
+
+
+def in_pairs() -> tuple[int, bool, bool]:
+    """Returns the sum of the ranks of this rank's pair, and whether ranks and equal numbers
+    differ."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = group_of(pairs[rank // 2])
+    own, equal = torch.tensor([rank]), torch.tensor([7])
+    return int(all_reduce(own.clone(), pair)), differs(own, pair), differs(equal, pair)
+
+
+def test_two_ranks_of_a_process_group_communicate(pool) -> None:
+    assert pool.run(4, in_pairs) == [(1, True, False)] * 2 + [(5, True, False)] * 2
