@@ -21,8 +21,6 @@ from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.transformer import Stage
 from parallel3d.run_config import Config
 
-pytestmark = pytest.mark.nightly
-
 GPT = ModelConfig(
     num_layers=2,
     hidden_size=32,
@@ -104,6 +102,7 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
         return stage.head.logits(x)[0, -1, : stage.head.model.vocab_size]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "model",
     [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE],
@@ -167,6 +166,7 @@ def draws(seed: int, logits: Tensor, count: int, **settings: object) -> list[int
     return [sampler.draw(logits) for _ in range(count)]
 
 
+@pytest.mark.nightly
 def test_draws_follow_the_softmax_and_the_seed() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, -50.0])
     some = draws(1, logits, 4000, temperature=0.5)
