@@ -9,7 +9,7 @@ from typing import cast
 
 from parallel3d.checkpoint.runs import CONFIG_FILE
 from parallel3d.commands.bench.checks import check_communication
-from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
+from parallel3d.commands.calibrate import CALIBRATE, calibrate_config
 from parallel3d.commands.from_run import EVAL, GENERATE
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import all_keys, sections_of

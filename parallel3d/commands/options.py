@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from parallel3d.calibrate.keys import CalibrateConfig
 from parallel3d.commands.bench.keys import BenchConfig
-from parallel3d.commands.calibrate.keys import CalibrateConfig
 from parallel3d.config.values import FREE, key
 from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.run_config import Config

@@ -63,7 +63,7 @@ APPS = {
     "train": ("parallel3d.commands.train", "train"),
     "verify": ("parallel3d.commands.verify", "verify_command"),
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
-    "calibrate": ("parallel3d.commands.calibrate.measure", "calibrate"),
+    "calibrate": ("parallel3d.commands.calibrate", "calibrate"),
     "generate": ("parallel3d.commands.generate", "generate"),
     "eval": ("parallel3d.commands.evaluate.command", "evaluate"),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.commands.calibrate.measure import calibrate
+from parallel3d.commands.calibrate import calibrate
 from parallel3d.commands.options import CommandConfig
 from parallel3d.estimate.profiled_cost import MeasuredMachine, read, step_time, tables_of
 from parallel3d.models.keys import ModelConfig

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from parallel3d.blueprint.ops import layer_kinds
-from parallel3d.commands.calibrate.measure import ModelPieces
-from parallel3d.commands.calibrate.pieces import Extent, Pieces
-from parallel3d.commands.options import CommandConfig
+from parallel3d.calibrate.measure import ModelPieces
+from parallel3d.calibrate.pieces import Extent, Pieces
 from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.distributed.simulated import SimulatedPool, here
 
 pytestmark = pytest.mark.more
@@ -41,7 +41,7 @@ CASES = {
 
 def peak(model: ModelConfig, pieces: Pieces) -> tuple[float, float]:
     """Returns the bytes that pieces need on this rank's device, and their bound."""
-    config = CommandConfig(device="simulated", model=model, global_batch_size=16)
+    config = Config(device="simulated", model=model, global_batch_size=16)
     api = torch.get_device_module(here())
     api.reset_peak_memory_stats()
     before = api.memory_allocated()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.calibrate.measure import mirrored_group
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.commands.calibrate.measure import mirrored_group
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.route import AllToAllRoute, TokenRoute
 from parallel3d.models.experts import MixtureOfExperts

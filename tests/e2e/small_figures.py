@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from parallel3d.commands.calibrate import measure, pieces
+from parallel3d.calibrate import measure, pieces
+from parallel3d.commands import calibrate as command
 from parallel3d.commands.options import CommandConfig
 from parallel3d.run.launch import Worker
 
@@ -16,4 +17,4 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
         patch.object(measure, "MOST_RUNS", 1),
         patch.object(measure, "peak_tflops", lambda *_: 1.0),  # products of 8192²
     ):
-        return measure.calibrate(config, worker)
+        return command.calibrate(config, worker)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parallel3d.cli import command_line
 from parallel3d.cli.subcommands import SUBCOMMANDS
 from parallel3d.commands import best_layout, from_run
-from parallel3d.commands.calibrate.command import calibrate_config
+from parallel3d.commands.calibrate import calibrate_config
 from parallel3d.commands.options import CommandConfig
 from parallel3d.errors import UserError
 from parallel3d.host import gpus

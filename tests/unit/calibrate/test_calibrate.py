@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from parallel3d.blueprint.ops import LayerKind, layer_kinds
 from parallel3d.blueprint.parameters import stage_parameters
-from parallel3d.commands.calibrate import measure
-from parallel3d.commands.calibrate.pieces import (
+from parallel3d.calibrate import measure
+from parallel3d.calibrate.pieces import (
     Blocks,
     Extent,
     Pieces,
@@ -25,6 +25,7 @@ from parallel3d.commands.calibrate.pieces import (
     shard_of,
     tensor_sizes,
 )
+from parallel3d.commands import calibrate as command
 from parallel3d.commands.options import CommandConfig
 from parallel3d.estimate import profiled_cost
 from parallel3d.experts.grouped import run_experts
@@ -32,6 +33,7 @@ from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import Stage
 from parallel3d.run.launch import Worker
+from parallel3d.run_config import Config
 
 CPU = torch.device("cpu")
 
@@ -75,7 +77,7 @@ def test_with_experts_tensor_ranks_divide_tokens_and_the_shared_expert() -> None
 
 
 def test_each_kind_of_layer_is_a_stage_of_its_own_blocks() -> None:
-    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
+    config = Config(device="cpu", model=MIXED, global_batch_size=1)
     pieces = measure.ModelPieces(config, Pieces(1), CPU)
     kinds = [*layer_kinds(MIXED)]
     assert len(kinds) == 4 and pieces.counts == [1] * 4
@@ -93,7 +95,7 @@ def test_each_kind_of_layer_is_a_stage_of_its_own_blocks() -> None:
 def test_one_rank_of_several_holds_its_share_of_experts_and_rows(
     tp: int, ep: int, dispatch: str
 ) -> None:
-    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
+    config = Config(device="cpu", model=MIXED, global_batch_size=1)
     config.moe.dispatch = dispatch
     sparse = [Blocks(kind) for kind in layer_kinds(MIXED) if kind.experts][:1]
     pieces = measure.ModelPieces(config, Pieces(2, (*sparse,), tp, ep), CPU)
@@ -113,16 +115,15 @@ def test_one_rank_of_several_holds_its_share_of_experts_and_rows(
 
 @pytest.mark.nightly
 def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
-    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=16)
-    config.calibrate.passes = 1
+    config = Config(device="cpu", model=MODEL, global_batch_size=16)
     with patch.multiple(measure, LONG_S=0.0, MOST_RUNS=1):
-        tables, _ = measure.pieces(config, CPU, 2, lambda _: None)
+        tables, _ = measure.pieces(config, CPU, 2, lambda _: None, 1)
     assert tables["block.forward"].axes == ((1, 2), (16, 32))
     assert tables["recompute.mlp"].axes == ((1, 2),)
 
 
 def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None:
-    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
+    config = Config(device="cpu", model=MODEL, global_batch_size=1)
     kind = LayerKind.of(MODEL, 0)
     stages = Blocks(kind), Blocks(kind, ("layer",))
     pieces = measure.ModelPieces(config, Pieces(1, stages), CPU)
@@ -138,12 +139,11 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
 def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
     """The result is not the minimum, because the processor may be faster than usual for a
     moment."""
-    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
-    config.calibrate.passes = 2
+    config = Config(device="cpu", model=MODEL, global_batch_size=1)
     run = (8.0, 3.0, 5.0, 1.0)
     keys = ["update", "action", *(f"{kind}{chunk}" for kind in "FIW" for chunk in range(9))]
     with patch.object(measure.ModelPieces, "runs", lambda _: [dict.fromkeys(keys, s) for s in run]):
-        tables, action = measure.pieces(config, CPU, 1, lambda _: None)
+        tables, action = measure.pieces(config, CPU, 1, lambda _: None, 2)
     assert set(tables["head.forward"].seconds) == {3} == set(tables["update"].seconds)
     assert set(tables["block.forward"].seconds) == {3 / MODEL.num_layers}
     assert action == 3
@@ -151,10 +151,9 @@ def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
 
 @pytest.mark.nightly
 def test_blocks_with_experts_are_timed_for_every_ep_and_kind() -> None:
-    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
-    config.calibrate.passes = 1
+    config = Config(device="cpu", model=MIXED, global_batch_size=1)
     with patch.object(measure, "MOST_RUNS", 1):
-        tables, _ = measure.pieces(config, CPU, 4, lambda _: None)
+        tables, _ = measure.pieces(config, CPU, 4, lambda _: None, 1)
     of_run = {"all_to_all", *profiled_cost.COLLECTIVES, "together", "threads"}
     wanted = {n for n in profiled_cost.tables_of(MIXED) if n.split(".shared")[0] not in of_run}
     assert set(tables) == wanted
@@ -166,18 +165,17 @@ def test_blocks_with_experts_are_timed_for_every_ep_and_kind() -> None:
 @pytest.mark.nightly
 def test_experts_that_do_not_fit_on_a_rank_are_timed_from_a_larger_ep_on() -> None:
     """All blocks with experts are those of a rank with ep=2, and so the shares begin with it."""
-    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
-    config.calibrate.passes = 1
+    config = Config(device="cpu", model=MIXED, global_batch_size=1)
     built = Counter[tuple[int, int, int]]()
 
     class Built(measure.ModelPieces):
-        def __init__(self, config: CommandConfig, pieces: Pieces, device: torch.device) -> None:
+        def __init__(self, config: Config, pieces: Pieces, device: torch.device) -> None:
             super().__init__(config, pieces, device)
             built[pieces.tp, pieces.ep, max(self.counts)] += 1
 
     with patch.multiple(measure, MOST_RUNS=1, ModelPieces=Built):
         extent = Extent((1, 2), blocks=1, ep=2)
-        tables, _ = measure.pieces(config, CPU, 4, lambda _: None, extent)
+        tables, _ = measure.pieces(config, CPU, 4, lambda _: None, 1, extent)
     assert {key[1:] for key in built} == {(2, 1), (4, 1)}
     assert tables["experts.input"].axes == ((2, 4), (16, 32))
     assert tables["experts.input"](2, 16) == pytest.approx(1), "shares of the time with ep=2"
@@ -186,7 +184,7 @@ def test_experts_that_do_not_fit_on_a_rank_are_timed_from_a_larger_ep_on() -> No
 
 def test_the_memory_of_pieces_is_freed_after_them() -> None:
     """The next pieces would not fit beside them."""
-    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
+    config = Config(device="cpu", model=MODEL, global_batch_size=1)
     with measure.ModelPieces(config, Pieces(1), CPU) as pieces:
         pieces.run()
         held = [weakref.ref(p) for p in pieces.engine.parameters.values()]
@@ -204,7 +202,7 @@ def test_other_ranks_wait_for_rank_0_at_the_store() -> None:
         patch.object(measure, "slowing", lambda *_: {}),
         ThreadPoolExecutor() as threads,
     ):
-        code = threads.submit(measure.calibrate, CommandConfig(device="cpu"), worker)
+        code = threads.submit(command.calibrate, CommandConfig(device="cpu"), worker)
         with pytest.raises(TimeoutError):
             code.result(0.2)
         store.set(measure.MEASURED_KEY, "")

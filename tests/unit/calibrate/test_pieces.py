@@ -9,7 +9,7 @@ import re
 import pytest
 
 from parallel3d.blueprint.ops import LayerKind, layer_kinds
-from parallel3d.commands.calibrate.pieces import (
+from parallel3d.calibrate.pieces import (
     BLOCKS,
     MICRO_BATCHES,
     Extent,
@@ -18,9 +18,9 @@ from parallel3d.commands.calibrate.pieces import (
     fitting,
     fitting_on_all,
 )
-from parallel3d.commands.options import CommandConfig
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
 DENSE = ModelConfig(num_layers=6, hidden_size=128, num_attention_heads=4, seq_length=256)
 # Four kinds of layers; the experts have most of the parameters.
@@ -32,8 +32,8 @@ MIXED = dataclasses.replace(
 MODELS = {"dense": DENSE, "mixed": MIXED}
 
 
-def config(model: ModelConfig = MIXED) -> CommandConfig:
-    return CommandConfig(model=model, global_batch_size=16)
+def config(model: ModelConfig = MIXED) -> Config:
+    return Config(model=model, global_batch_size=16)
 
 
 @pytest.mark.parametrize("model", MODELS)

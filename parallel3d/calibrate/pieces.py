@@ -15,13 +15,16 @@ from itertools import product
 from typing import NamedTuple
 
 from parallel3d.blueprint.ops import LayerKind, layer_kinds
-from parallel3d.commands.options import CommandConfig
 from parallel3d.config.values import PARTS
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import GIB
+from parallel3d.host.quotas import available_memory
 from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 
+# Share of a host's free memory for tensors: a process took 6 % more than a bound of 1.8 GiB.
+USED_OF_HOST = 0.9
 BLOCKS = 4  # number of blocks in a stage: enough that their weights do not fit into a cache
 # Micro-batch sizes to measure. Sizes above 2 are skipped if they exceed the global batch size.
 MICRO_BATCHES = (1, 2, 4, 16)
@@ -111,7 +114,7 @@ class Pieces:
             begin += count
         return found
 
-    def configured(self, config: CommandConfig, device: str) -> CommandConfig:
+    def configured(self, config: Config, device: str) -> Config:
         """Returns the configuration of a pipeline on one rank with these stages.
 
         The embedding and the head belong to its first and its last stage, and no block recomputes.
@@ -155,7 +158,7 @@ class Pieces:
             optim=dataclasses.replace(config.optim, freeze=None),
         )
 
-    def nbytes(self, config: CommandConfig, device: str) -> float:
+    def nbytes(self, config: Config, device: str) -> float:
         """Returns an upper bound of the memory that these pieces need for a step."""
         return float(peak_memory(self.configured(config, device), 0).total)
 
@@ -217,23 +220,23 @@ class Extent:
             size = self.sizes[:MOST_SIZES][-1]
             yield [*self.of_experts(model, size, most).values()]
 
-    def nbytes(self, config: CommandConfig, device: str, most: int) -> Iterator[float]:
+    def nbytes(self, config: Config, device: str, most: int) -> Iterator[float]:
         """Yields upper bounds of the memory that rank 0 needs at one time after the other."""
         for pieces in self.held(config.model, most):
             yield sum(each.nbytes(config, device) for each in pieces)
 
-    def fits(self, config: CommandConfig, device: str, most: int, room: float) -> bool:
+    def fits(self, config: Config, device: str, most: int, room: float) -> bool:
         """Returns whether rank 0 never needs more than `room` bytes."""
         return all(nbytes <= room for nbytes in self.nbytes(config, device, most))
 
 
-def whole_extent(config: CommandConfig) -> Extent:
+def whole_extent(config: Config) -> Extent:
     """Returns the extent that is timed if there is enough memory."""
     most = max(2, config.global_batch_size)
     return Extent(tuple(size for size in MICRO_BATCHES if size <= most), BLOCKS)
 
 
-def extents(config: CommandConfig) -> Iterator[Extent]:
+def extents(config: Config) -> Iterator[Extent]:
     """Yields the extents that may be timed, the best first.
 
     Fewer blocks at once come first, since blocks for which memory is short fit into no cache. Next
@@ -248,7 +251,7 @@ def extents(config: CommandConfig) -> Iterator[Extent]:
         yield Extent(sizes[:count], blocks, ep, apart)
 
 
-def fitting(config: CommandConfig, device: str, most: int, room: float) -> tuple[Extent, str]:
+def fitting(config: Config, device: str, most: int, room: float) -> tuple[Extent, str]:
     """Returns the best extent that fits into `room` bytes, and a sentence on what it leaves out.
 
     The sentence is "" if nothing is left out. Raises UserError if nothing fits. `device` is the
@@ -280,7 +283,7 @@ def _blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count} blocks"
 
 
-def _fits_nowhere(config: CommandConfig, device: str, most: int, room: float) -> str:
+def _fits_nowhere(config: Config, device: str, most: int, room: float) -> str:
     """Returns the error message for a model of which not even the smallest extent fits."""
     *_, least = extents(config)
     needed = max(least.nbytes(config, device, most))
@@ -301,9 +304,7 @@ def _fits_nowhere(config: CommandConfig, device: str, most: int, room: float) ->
     return f"{head}no length fits, so give a smaller model.hidden_size"
 
 
-def fitting_on_all(
-    config: CommandConfig, device: str, ranks: int, room: float, extent: Extent
-) -> Pieces:
+def fitting_on_all(config: Config, device: str, ranks: int, room: float, extent: Extent) -> Pieces:
     """Returns pieces that `ranks` ranks can hold at once in the `room` bytes that they share.
 
     They tell how much busy ranks slow each other down. This is a ratio, for which a part of the
@@ -324,3 +325,27 @@ def fitting_on_all(
         f"once, each of them needs {needed / GIB:.1f} GiB, and only {room / GIB:.1f} GiB of this "
         f"host can be used; the nearest is calibrate.ranks={near}"
     )
+
+
+def room_of_host() -> float:
+    """Returns the bytes of the host's free memory that ranks on its CPUs may use."""
+    return USED_OF_HOST * available_memory()
+
+
+def check_memory(
+    config: Config, device: str, ranks: int, sharing: int, room: float
+) -> tuple[Extent, Pieces, str]:
+    """Returns the pieces that fit into memory, and a sentence on those that do not fit, or "".
+
+    The pieces are those that rank 0 times, and those that all ranks hold at once. Raises UserError
+    if not even the smallest pieces fit.
+
+    Args:
+        config: the configuration of the measuring ranks.
+        device: type of the ranks' device.
+        ranks: number of ranks, which is the size of the largest group.
+        sharing: number of ranks that share the memory.
+        room: bytes that the pieces may use.
+    """
+    extent, left_out = fitting(config, device, ranks, room)
+    return extent, fitting_on_all(config, device, sharing, room, extent), left_out

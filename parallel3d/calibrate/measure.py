@@ -1,8 +1,8 @@
 """Measures model parts, collectives and CPU contention for `parallel3d calibrate`.
 
-Every rank runs `calibrate`. Rank 0 runs pipeline stages that are built as in training, with the
-sizes of one tensor-parallel rank. It times the embedding, a few blocks of each kind of layer, the
-head with the loss, and the optimizer step. Where experts are divided among ranks,
+Every rank runs `measure_machine`. Rank 0 runs pipeline stages that are built as in training, with
+the sizes of one tensor-parallel rank. It times the embedding, a few blocks of each kind of layer,
+the head with the loss, and the optimizer step. Where experts are divided among ranks,
 `comm/mirrored.py` simulates the other ranks. The first 2, 4, … ranks measure collectives and
 messages, and how much busy ranks slow each other down. Rank 0 writes the cluster file.
 """
@@ -32,6 +32,17 @@ from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import layer_kinds
 from parallel3d.build import sharded_layers
+from parallel3d.calibrate.pieces import (
+    MOST_SIZES,
+    TOGETHER,
+    Extent,
+    Pieces,
+    check_memory,
+    powers_of_two,
+    room_of_host,
+    tensor_sizes,
+    whole_extent,
+)
 from parallel3d.comm import collectives as collective
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
@@ -39,17 +50,6 @@ from parallel3d.comm.mirrored import MirroredPeers
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.comm.timed_operations import Site, TimedOperation, prepare
-from parallel3d.commands.calibrate.command import check_memory, room_of_host, written_to
-from parallel3d.commands.calibrate.pieces import (
-    MOST_SIZES,
-    TOGETHER,
-    Extent,
-    Pieces,
-    powers_of_two,
-    tensor_sizes,
-    whole_extent,
-)
-from parallel3d.commands.options import CommandConfig
 from parallel3d.config.values import parts_of
 from parallel3d.data.loader import MicroBatch
 from parallel3d.data_parallel.build import data_parallel_engine
@@ -82,6 +82,7 @@ from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import ActionTimes, Executor
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.run.launch import Worker
+from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import make
 
@@ -94,21 +95,30 @@ LEAST = 1e-7  # lower bound of times in seconds, and of ratios
 LOG_EVERY_S = 15.0  # seconds between progress lines in the log file of a batch job
 
 
-def calibrate(config: CommandConfig, worker: Worker) -> int:
-    """Runs all measurements, and writes the cluster file on rank 0. Returns the exit code, 0.
+def measure_machine(
+    config: Config, worker: Worker, passes: int, reserve_gb: float, to: Callable[[], Path]
+) -> None:
+    """Runs all measurements, and writes the cluster file on rank 0. The call is collective.
 
-    The call is collective.
+    Args:
+        config: the configuration of the measuring ranks, which are all replicas (dp).
+        worker: this rank.
+        passes: how many times each piece is measured.
+        reserve_gb: the memory of a GPU that stays free, in 1e9 bytes.
+        to: returns the path of the cluster file when it is about to be written.
     """
     device, began = torch.device(worker.device), time.perf_counter()
     set_matmul_precision(config.precision)
     tell = _teller(worker)
     numbers = memory_of(device)
-    extent, on_all = pieces_that_fit(config, worker, device)
+    extent, on_all = pieces_that_fit(config, worker, device, reserve_gb)
     tables = collectives(config, device, tell) | slowing(config, device, tell, on_all)
     if worker.rank == 0:  # the other ranks wait idle, so that they do not disturb rank 0
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
-        found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell, extent)
-        made, path = provenance(config, device), written_to(config)
+        found, numbers["launch.action"] = pieces(
+            config, device, worker.world_size, tell, passes, extent
+        )
+        made, path = provenance(config, device), to()
         machine = MeasuredMachine(made, config.model, tables | found, numbers)
         replace_durably(path, machine.text().encode())
         _print_result(path, machine, worker.world_size, time.perf_counter() - began)
@@ -117,11 +127,10 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
             worker.store.set(MEASURED_KEY, "")
         else:
             worker.store.wait([MEASURED_KEY], datetime.timedelta(days=1))
-    return 0
 
 
 def pieces_that_fit(
-    config: CommandConfig, worker: Worker, device: torch.device
+    config: Config, worker: Worker, device: torch.device, reserve_gb: float
 ) -> tuple[Extent, Pieces]:
     """Returns the pieces that rank 0 times, and those that all ranks hold at once.
 
@@ -131,7 +140,7 @@ def pieces_that_fit(
     room, sharing = room_of_host(), worker.local_world_size
     if accelerator.is_accelerator(device):
         free, sharing = accelerator.module(device).mem_get_info(device)[0], 1
-        room = max(0.0, free - 1e9 * config.dryrun.reserve_gb)
+        room = max(0.0, free - 1e9 * reserve_gb)
     room = min(all_gather_json(room, dist.group.WORLD, device))
     extent, on_all, left_out = check_memory(config, device.type, worker.world_size, sharing, room)
     if left_out and worker.rank == 0:
@@ -139,7 +148,7 @@ def pieces_that_fit(
     return extent, on_all
 
 
-def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource:
+def provenance(config: Config, device: torch.device) -> CalibrationSource:
     """Returns the device, the software versions and the date to record in the cluster file."""
     on_device = accelerator.is_accelerator(device)
     return CalibrationSource(
@@ -267,7 +276,7 @@ class ModelPieces:
         device: the device of all stages.
     """
 
-    def __init__(self, config: CommandConfig, pieces: Pieces, device: torch.device) -> None:
+    def __init__(self, config: Config, pieces: Pieces, device: torch.device) -> None:
         stages = pieces.stages(config.model)
         config, size = pieces.configured(config, device.type), pieces.size
         dtype, groups, model = compute_dtype(config.precision), ProcessGroups.single(), config.model
@@ -360,7 +369,7 @@ def in_turns(models: Sequence[ModelPieces]) -> list[list[dict[str, float]]]:
     return found
 
 
-def _balance(config: CommandConfig, size: int, device: torch.device, tp: Group) -> Balance:
+def _balance(config: Config, size: int, device: torch.device, tp: Group) -> Balance:
     """Returns the data that the balancing losses need, for a micro-batch of whole samples."""
     lengths = torch.full((size,), config.model.seq_length, dtype=torch.float64, device=device)
     samples, one = torch.arange(size, device=device), lengths.new_ones(())
@@ -380,7 +389,12 @@ def lower_quartile(seconds: Iterable[float]) -> float:
 
 
 def pieces(
-    config: CommandConfig, device: torch.device, most: int, tell: Tell, extent: Extent | None = None
+    config: Config,
+    device: torch.device,
+    most: int,
+    tell: Tell,
+    passes: int,
+    extent: Extent | None = None,
 ) -> tuple[dict[str, Table], float]:
     """Measures the pieces of the model for every tp and several micro-batch sizes, in passes.
 
@@ -401,7 +415,7 @@ def pieces(
         keep("update", (model.elements,), (run["update"] for run in runs))
         return runs
 
-    for number, tp in product(range(config.calibrate.passes), tensor_sizes(config.model, most)):
+    for number, tp in product(range(passes), tensor_sizes(config.model, most)):
         for place, size in enumerate(extent.sizes):
             tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
             begun, at = time.perf_counter(), (tp, size * length)
@@ -449,7 +463,7 @@ def pieces(
 
 
 def runs_of_experts(
-    config: CommandConfig, every: Mapping[int, Pieces], device: torch.device
+    config: Config, every: Mapping[int, Pieces], device: torch.device
 ) -> dict[int, tuple[int, list[dict[str, float]]]]:
     """Runs the pieces of each ep in turns.
 
@@ -480,7 +494,7 @@ CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
 MOST_WAIT = 3.0
 
 
-def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
+def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures each collective over the first 2, 4, … ranks.
 
     Returns the tables by name. In tables with the suffix SHARED, ranks share cores. A waiting rank
@@ -541,9 +555,7 @@ def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
     return partial(collective.all_to_all_uneven, tensor, group, even, even, most)
 
 
-def slowing(
-    config: CommandConfig, device: torch.device, tell: Tell, pieces: Pieces
-) -> dict[str, Table]:
+def slowing(config: Config, device: torch.device, tell: Tell, pieces: Pieces) -> dict[str, Table]:
     """Measures blocks on several ranks at once, and on one rank with several threads.
 
     Returns two tables of relative times. `together` gives, by the number of busy ranks, the time

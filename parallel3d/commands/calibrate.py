@@ -1,4 +1,4 @@
-"""Checks the keys of `parallel3d calibrate` before its ranks start, without torch."""
+"""Measures this machine, and writes a cluster file (`parallel3d calibrate`)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,30 @@ from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.errors import UserError
 from parallel3d.experts.checks import check_experts
 from parallel3d.host.devices import CPU, DeviceChoice, choose_device
-from parallel3d.host.quotas import available_cores, available_memory
+from parallel3d.host.quotas import available_cores
 from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.run.checks import check_run_name
 from parallel3d.run_config import check_plain
 from parallel3d.topology.assumptions import chosen_keys
 
 if TYPE_CHECKING:
-    from parallel3d.commands.calibrate.pieces import Extent, Pieces
+    from parallel3d.run.launch import Worker
 
 CALIBRATE = "calibrate"
 PER_CORE, LEAST_RANKS, MOST_RANKS = 4, 8, 64
-# Share of a host's free memory for tensors: a process took 6 % more than a bound of 1.8 GiB.
-USED_OF_HOST = 0.9
 TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
+
+
+def calibrate(config: CommandConfig, worker: Worker) -> int:
+    """Runs all measurements, and writes the cluster file on rank 0. Returns the exit code, 0.
+
+    The call is collective.
+    """
+    from parallel3d.calibrate.measure import measure_machine  # imports torch
+
+    passes, reserve_gb = config.calibrate.passes, config.dryrun.reserve_gb
+    measure_machine(config, worker, passes, reserve_gb, lambda: written_to(config))
+    return 0
 
 
 def calibrate_config(
@@ -71,35 +81,11 @@ def calibrate_config(
     written_to(config)
     config = replace(config, tp=1, pp=1, cp=1, ep=1, dp=ranks)
     if kind == CPU:  # on accelerators, the ranks find their free memory
+        # The planner takes a fifth of a second to import; no other subcommand needs it to start.
+        from parallel3d.calibrate.pieces import check_memory, room_of_host
+
         check_memory(config, kind, ranks, ranks, room_of_host())
     return config
-
-
-def room_of_host() -> float:
-    """Returns the bytes of the host's free memory that ranks on its CPUs may use."""
-    return USED_OF_HOST * available_memory()
-
-
-def check_memory(
-    config: CommandConfig, device: str, ranks: int, sharing: int, room: float
-) -> tuple[Extent, Pieces, str]:
-    """Returns the pieces that fit into memory, and a sentence on those that do not fit, or "".
-
-    The pieces are those that rank 0 times, and those that all ranks hold at once. Raises UserError
-    if not even the smallest pieces fit.
-
-    Args:
-        config: the configuration of the measuring ranks.
-        device: type of the ranks' device.
-        ranks: number of ranks, which is the size of the largest group.
-        sharing: number of ranks that share the memory.
-        room: bytes that the pieces may use.
-    """
-    # The planner takes a fifth of a second to import, and no other subcommand needs it to start.
-    from parallel3d.commands.calibrate.pieces import fitting, fitting_on_all
-
-    extent, left_out = fitting(config, device, ranks, room)
-    return extent, fitting_on_all(config, device, sharing, room, extent), left_out
 
 
 def _usual(device: DeviceChoice) -> int:
