@@ -46,6 +46,7 @@ from parallel3d.commands.from_run import (
     config_from_run,
     run_on_checkpoint,
     take_prompt,
+    weights_lines,
 )
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.recipes import INIT_VERBS, init, recipes
@@ -313,6 +314,8 @@ def _run_on_run(
     store = None
     if not place.local_world_size:
         place, store = count_ranks_here(config.launch, config.run, place)
+    for line in weights_lines(app, config) if place.rank == 0 else ():
+        print_line(line)
     return run_joined(app, config, place, _checked_here(command, config, place), store)
 
 

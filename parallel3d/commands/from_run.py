@@ -109,7 +109,7 @@ def _check_rows(keys: EvalConfig) -> None:
 def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     """Runs `app` on a checkpoint of a run, on all ranks of the layout. Returns the exit code."""
     device = choose_device(config.device, config.world_size)
-    if (line := weights_line(config)) is not None:
+    for line in weights_lines(app, config):
         print_line(line)
     check_numerics(device.kind, config.precision.name, os.environ)
     # Reports of failures go to a temporary folder, so that nothing is added to the run directory.
@@ -123,13 +123,13 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     return code
 
 
-WORTH_A_LINE = 1e9  # bytes of weights on a rank
+WORTH_A_LINE = 1e8  # bytes of weights on a rank
 
 
-def weights_line(config: CommandConfig) -> str | None:
+def weights_lines(app: str, config: CommandConfig) -> list[str]:
     """Returns a line with the bytes of weights on the fullest rank, and a way to have fewer.
 
-    Returns None for a small model.
+    Returns no line for a small model.
     """
     blueprint, element = Blueprint.of(config), 8 if config.precision.name == "fp64" else 4
     held = [
@@ -138,12 +138,13 @@ def weights_line(config: CommandConfig) -> str | None:
     ]
     most = max(sum(parameter.numel for parameter in stage) for stage in held) * element
     if most < WORTH_A_LINE:
-        return None
+        return []
     divided = f", experts over ep={config.ep}" if config.model.num_experts else ""
-    return (
-        f"weights: {most / 1e9:.3g} GB in fp{8 * element} on the fullest rank of tp={config.tp} × "
-        f"pp={config.pp}{divided}; a larger tp or pp divides them further"
-    )
+    return [
+        f"weights: {most / 1e9:.3g} GB on the fullest rank of tp={config.tp} × pp={config.pp}"
+        f"{divided}, in fp{8 * element}, in which {app} computes; a larger tp or pp divides them "
+        "further"
+    ]
 
 
 def of_run(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from parallel3d.device.fused import fuses
+from parallel3d.errors import print_line
 from parallel3d.loop.hooks import Hook, Run
 
 
@@ -28,6 +29,8 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> None:
         with run.watchdog_paused(when=may_compile and step == run.first):
             result = trainer.train_step()
         seconds = time.perf_counter() - start
+        if trainer.config.compile and step == run.first and worker.rank == 0:
+            print_line(f"compile=true: the first step took {seconds:.1f} s, with compilation")
         for hook in hooks:
             hook.after_step(result, seconds)
         if result.stop and step < run.last:

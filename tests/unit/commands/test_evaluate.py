@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.cli import command_line
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.evaluate.command import (
     Request,
@@ -29,10 +30,12 @@ from parallel3d.commands.evaluate.rows import (
     take_rows,
 )
 from parallel3d.commands.from_run import EVAL, config_from_run
+from parallel3d.commands.options import CommandConfig
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.models.decoding import blank_stage
 from parallel3d.models.keys import ModelConfig
+from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config
 from tests.unit.data.test_validation import TEXT, byte_level
 
@@ -186,3 +189,20 @@ def test_impossible_input_is_refused_at_once(tmp_path: Path) -> None:
         config_from_run(EVAL, Config(), ["model.num_layers=3"], None)
     with pytest.raises(UserError, match="eval needs run="):
         config_from_run(EVAL, Config(runs_dir=str(tmp_path)), [], None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "hidden", "said"), [(0, 1024, True), (1, 1024, False), (0, 64, False)]
+)
+def test_the_first_rank_of_a_launcher_names_the_bytes_of_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    rank: int, hidden: int, said: bool,
+) -> None:  # fmt: skip
+    model = ModelConfig(num_layers=4, hidden_size=hidden)
+    config = CommandConfig(model=model, tp=2, dp=1)
+    for name, answer in (("config_from_run", config), ("run_joined", 0), ("_checked_here", "cpu")):
+        monkeypatch.setattr(command_line, name, lambda *_, answer=answer: answer)
+    place = RankAssignment("torchrun", rank, rank, 2, 2, "h", 29500)
+    assert command_line._run_on_run(command_line.SUBCOMMANDS["eval"], config, [], place) == 0
+    line = "weights: 0.103 GB on the fullest rank of tp=2 × pp=1, in fp32, in which eval computes"
+    assert (line in capsys.readouterr().err) == said

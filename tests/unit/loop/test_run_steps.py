@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,16 @@ def test_hooks_are_called_around_each_step_in_their_order(tmp_path: Path) -> Non
         *("a before 4", "b before 4", "step 4, train step 4", "a after 4", "b after 4"),
     ]
     assert not run.worker.stopped
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_first_compiled_step_says_how_long_it_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compiled: bool
+) -> None:
+    run, _ = run_of(tmp_path, 3, 5, compile=compiled)
+    run_steps(run, [])
+    said = re.findall(r"compile=true: the first step took \d+\.\d s", capsys.readouterr().err)
+    assert len(said) == compiled
 
 
 def test_a_signal_ends_the_run_after_its_step(tmp_path: Path) -> None:
