@@ -78,7 +78,7 @@ SUBCOMMANDS = {
         Subcommand(CALIBRATE),
         Subcommand(GENERATE, of_run=True, starts_ranks=True),
         Subcommand(EVAL, of_run=True),
-        Subcommand("topology", alone="parallel3d.commands.topology", needs_torch=False),
+        Subcommand("topology", alone="parallel3d.commands.topology.command", needs_torch=False),
         Subcommand("schedule", alone="parallel3d.commands.schedule", needs_torch=False),
         Subcommand("plan", alone="parallel3d.commands.plan", needs_torch=False),
         Subcommand("dryrun", alone="parallel3d.commands.dryrun"),

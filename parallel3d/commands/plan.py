@@ -28,6 +28,7 @@ from parallel3d.blueprint.parameters import (
 )
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.options import CommandConfig
+from parallel3d.commands.topology.report import make_report, picture_of
 from parallel3d.config.fields import check_fields, show
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.dryrun.keys import DryrunConfig
@@ -95,7 +96,6 @@ from parallel3d.topology.assumptions import (
 )
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.keys import TopologyConfig
-from parallel3d.topology.report import make_report, picture_of
 
 IN_LOG_S = 10.0  # seconds between progress messages; most searches end before the first
 

@@ -18,11 +18,11 @@ from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.cli.overrides import compose
+from parallel3d.commands.topology.report import facts_of, make_report
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import Exchange, price_step
 from parallel3d.topology.links import classify, loads_of, refuse_unreachable
 from parallel3d.topology.picture import cluster_svg
-from parallel3d.topology.report import facts_of, make_report
 from parallel3d.topology.search import search
 from tests.placements import a_cluster, random_cluster, random_layout
 

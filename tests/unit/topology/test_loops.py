@@ -14,6 +14,7 @@ from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.commands.topology.report import TopologyReport, make_report, write_report
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import flows_of, price_step
 from parallel3d.estimate.traffic import transfers
@@ -21,7 +22,6 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import preset
 from parallel3d.topology.links import classify, loads_of, refuse_unreachable
-from parallel3d.topology.report import TopologyReport, make_report, write_report
 from tests.placements import a_cluster
 
 PIPELINES = [("1f1b", 4, 1), ("interleaved", 2, 2), ("interleaved", 2, 3), ("interleaved", 3, 2)]

@@ -8,8 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from parallel3d.commands.options import CommandConfig
+from parallel3d.commands.topology.report import (
+    MADE_BY,
+    facts_of,
+    make_report,
+    picture_of,
+    write_report,
+)
 from parallel3d.topology.assumptions import check_free, write
-from parallel3d.topology.report import MADE_BY, facts_of, make_report, picture_of, write_report
 
 
 def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:

@@ -18,16 +18,8 @@ from omegaconf import OmegaConf
 from parallel3d.blueprint.cluster import LinkClass
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.commands.options import CommandConfig
-from parallel3d.commands.topology import topology
-from parallel3d.errors import UserError
-from parallel3d.estimate.network import messages
-from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config, check_config, conf_dir
-from parallel3d.text import byte_text, percent
-from parallel3d.topology.assumptions import assume_model, chosen_keys, full_batch
-from parallel3d.topology.assumptions import preset as model_preset
-from parallel3d.topology.keys import TopologyConfig
-from parallel3d.topology.report import (
+from parallel3d.commands.topology.command import topology
+from parallel3d.commands.topology.report import (
     TopologyReport,
     cluster_line,
     facts_of,
@@ -39,6 +31,14 @@ from parallel3d.topology.report import (
     warning_lines,
     write_report,
 )
+from parallel3d.errors import UserError
+from parallel3d.estimate.network import messages
+from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config, check_config, conf_dir
+from parallel3d.text import byte_text, percent
+from parallel3d.topology.assumptions import assume_model, chosen_keys, full_batch
+from parallel3d.topology.assumptions import preset as model_preset
+from parallel3d.topology.keys import TopologyConfig
 
 TYPED = ("tp=8",)  # the command line gave neither model nor batch
 

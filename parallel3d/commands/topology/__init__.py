@@ -1,0 +1,1 @@
+"""Implements `parallel3d topology`, which maps ranks onto a cluster and prices their groups."""
