@@ -28,7 +28,7 @@ from parallel3d.context_parallel import attention, document_attention
 from parallel3d.data.loader import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
-from parallel3d.experts import choice
+from parallel3d.experts.rows import sum_of_slots
 from parallel3d.models import dropout, layers, ops
 from parallel3d.models import dropout as dropped_attention
 from parallel3d.models.attention import attend
@@ -179,7 +179,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     count = int(here.sum())
     order = torch.full(slots, count, device=device)
     order[here] = torch.randperm(count, device=device)
-    yield "sum of slots", Comparison(choice.sum_of_slots, (random(count, hidden), order))
+    yield "sum of slots", Comparison(sum_of_slots, (random(count, hidden), order))
 
     qkv = random(batch, sequence, shapes.projected)
     angle = random(sequence, 1, shapes.head_dim // 2, dtype=torch.float32)
