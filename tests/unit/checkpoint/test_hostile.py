@@ -89,6 +89,7 @@ MANIFESTS: dict[str, Callable[[dict], Any]] = {
     "null": lambda _: "null",
     "torn": lambda c: json.dumps(c)[:100],
     "not UTF-8": lambda _: "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
+    "of a later version": put("version", value=2),
     "no step": take("step"),
     "step of another kind": put("step", value="3"),
     "no progress": take("progress"),
