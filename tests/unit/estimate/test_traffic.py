@@ -77,6 +77,17 @@ def test_buckets_hold_every_gradient_of_the_stage_in_fp32() -> None:
         assert sum(t.nbytes * t.count for t in buckets) == 4 * sum(p.numel for p in held)
 
 
+def test_gradients_of_key_value_heads_are_summed_if_ranks_share_them() -> None:
+    """16 ranks hold 8 such heads of 128 channels; the buffer has a place for each head."""
+    what = "gradients of shared key-value heads and of norms of heads"
+    assert not [t for t in transfers(llama_70b(LARGE), LARGE, stage=1) if t.what == what]
+    shared = Layout(tp=16, pp=4)
+    (found,) = (t for t in transfers(llama_70b(shared), shared, stage=1) if t.what == what)
+    of_layer = 2 * 8 * 128 * 8192
+    assert (found.dim, found.op, found.count) == ("tp", "all_reduce", 1)
+    assert found.nbytes == 20 * of_layer * 4
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_all_stages_add_up_to_the_model(tied: bool) -> None:
     model = ModelConfig(num_layers=6, vocab_size=256, vocab_multiple=8, tie_embeddings=tied)
