@@ -10,6 +10,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from parallel3d.checkpoint.manifest import (
     unreadable,
 )
 from parallel3d.checkpoint.saver import (
-    ElementCounts,
+    ElementSums,
     Lease,
     Save,
     Saver,
@@ -58,7 +59,7 @@ from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.models.keys import ModelConfig, full_shapes_of, parameter_shapes_of, states_of
 from parallel3d.optim.keys import OptimConfig
-from parallel3d.optim.optimizer import EMA
+from parallel3d.optim.optimizer import EMA, kept_states
 from parallel3d.optim.thaws import frozen_in
 from parallel3d.parameters.slices import STATE
 from parallel3d.run_config import Config
@@ -209,15 +210,19 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
 # Restoring and saving
 
 
-def expected_elements(model: ModelConfig, optim: OptimConfig) -> ElementCounts:
+def expected_elements(model: ModelConfig, optim: OptimConfig) -> ElementSums:
     """Counts the elements that a checkpoint of this model and of this optimizer has."""
-    shapes, kept = full_shapes_of(model), parameter_shapes_of(model)
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    return ElementCounts(
-        parameters=sum(sizes[name] for name in kept),
-        states=sum(sizes[name] for name in states_of(model)),
-        frozen=sum(sizes[name] for name in kept if optim.treatment(name).frozen),
-    )
+    kept = parameter_shapes_of(model)
+    sizes = {name: math.prod(shape) for name, shape in full_shapes_of(model).items()}
+    parameters = sum(sizes[name] for name in kept)
+    trained = sum(sizes[name] for name in kept if not optim.treatment(name).frozen)
+    return {
+        (PARAMETER,): parameters,
+        (STATE,): sum(sizes[name] for name in states_of(model)),
+        **({} if optim.ema_decay is None else {(EMA,): parameters}),
+        # A parameter has the states of one of the optimizer's kinds of steps.
+        **dict.fromkeys(product(*kept_states(optim)), trained),
+    }
 
 
 def _to_read(trainer: Trainer, manifest: Manifest) -> State:

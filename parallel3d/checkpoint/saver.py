@@ -18,11 +18,11 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from parallel3d.checkpoint.manifest import (
     CLAIM,
     DAMAGED,
     LATEST,
-    PARAMETER,
     REMOVED,
     UNFINISHED,
     FileDigest,
@@ -57,7 +56,6 @@ from parallel3d.files import (
     replace_durably,
 )
 from parallel3d.parameters.segments import Chunk
-from parallel3d.parameters.slices import EMA, STATE
 from parallel3d.private_names import default_store, foreach_copy_
 
 if TYPE_CHECKING:
@@ -237,36 +235,23 @@ def count_elements(state: State) -> dict[str, int]:
     return dict(counts)
 
 
-class ElementCounts(NamedTuple):
-    """The numbers of elements that all ranks together write.
+# The number of elements of some kinds together, such as parameter, or exp_avg and momentum.
+ElementSums = Mapping[tuple[str, ...], int]
 
-    Attributes:
-        parameters: elements of all parameters, including frozen ones.
-        states: elements of model states that no optimizer updates, such as a router's bias.
-        frozen: elements of frozen parameters, which have no optimizer state.
+
+def missing(expected: ElementSums, totals: Mapping[str, int]) -> str | None:
+    """Returns a clause on elements that are missing or surplus, or None.
+
+    `totals` is the number of elements of each kind that all ranks wrote.
     """
-
-    parameters: int
-    states: int = 0
-    frozen: int = 0
-
-    def missing(self, totals: Counter[str]) -> str | None:
-        """Returns a clause on elements of `totals` that are missing or surplus, or None.
-
-        Each trained parameter has either Muon's momentum or AdamW's two moments. `totals` is the
-        number of elements of each kind that all ranks wrote.
-        """
-        others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
-        found = {kind: n for kind, n in totals.items() if kind in (PARAMETER, EMA, STATE)}
-        for kind in totals.keys() & others.keys():
-            found[kind] = totals[kind] + totals[others[kind]]
-        wanted = dict.fromkeys(found, self.parameters - self.frozen)
-        wanted |= {PARAMETER: self.parameters, STATE: self.states}
-        if EMA in found:
-            wanted[EMA] = self.parameters
-        wrong = [kind for kind, n in wanted.items() if found.get(kind, 0) != n]
-        clauses = [f"{found.get(kind, 0)} elements of {kind}, not {wanted[kind]}" for kind in wrong]
-        return "; ".join(clauses) or None
+    known = {kind for kinds in expected for kind in kinds}
+    wanted = dict(expected) | {(kind,): 0 for kind in totals if kind not in known}
+    clauses = []
+    for kinds, count in wanted.items():
+        found = sum(totals.get(kind, 0) for kind in kinds)
+        if found != count:
+            clauses.append(f"{found} elements of {' and '.join(kinds)}, not {count}")
+    return "; ".join(clauses) or None
 
 
 def failed(rank: int, error: Exception) -> SaveResult:
@@ -459,7 +444,7 @@ class Save:
     number: int
     state: State
     facts: Manifest
-    expected: ElementCounts | None
+    expected: ElementSums | None
 
 
 class Saver:
@@ -573,7 +558,7 @@ class Saver:
         Raises OSError if writing fails, and RuntimeError if elements are missing or surplus.
         """
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
-        if save.expected and (clause := save.expected.missing(totals)) is not None:
+        if save.expected is not None and (clause := missing(save.expected, totals)):
             raise RuntimeError(f"the ranks wrote {clause}")
         files = [part.file for part in parts if part.file is not None]
         complete(self._unfinished(save), save.facts, files)

@@ -32,6 +32,20 @@ EMA = "ema"  # name of the state that averages the master weights, in their dtyp
 NORM_PIECE = 1 << 15  # number of elements whose squares a CPU adds in the gradients' own dtype
 
 
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum",)  # states of AdamW, of SGD and Muon
+STATES = (*MOMENTS, *MOMENTUM)
+
+
+def kept_states(optim: OptimConfig) -> tuple[tuple[str, ...], ...]:
+    """Returns the names of a trained parameter's states, for each kind of step of the optimizer.
+
+    With Muon, the first are those of AdamW's parameters, and the second those of the matrices.
+    """
+    if optim.name == "sgd":
+        return (MOMENTUM if optim.momentum else (),)
+    return (MOMENTS, MOMENTUM) if optim.name == "muon" else (MOMENTS,)
+
+
 @dataclass
 class FlatGroup:
     """Segments with equal treatment, and their optimizer state.
@@ -131,9 +145,7 @@ class Optimizer:
     ) -> None:
         self.optim = optim
         self.muon = muon
-        names: tuple[str, ...] = ("momentum",) if optim.momentum else ()
-        if optim.name != "sgd":
-            names = ("exp_avg", "exp_avg_sq")
+        names, *of_matrices = kept_states(optim)
         dtype = torch.bfloat16 if optim.state == "bf16" else None
         self.groups: list[FlatGroup] = []
         self.segments: list[Segment] = []
@@ -144,7 +156,7 @@ class Optimizer:
             hidden, rest = by_shape.get(True, []), by_shape.get(False, [])
             kinds = [(True, optim.weight_decay), (False, 0.0)]
             parts = [(decay, [s for s in rest if s.spec.decays is d], names) for d, decay in kinds]
-            parts.append((optim.weight_decay, hidden, ("momentum",)))
+            parts += [(optim.weight_decay, hidden, states) for states in of_matrices]
             for decay, members, states in parts:
                 if treated.frozen:
                     states = ()

@@ -28,9 +28,10 @@ from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from parallel3d.commands.checkpoint.listing import table
 from parallel3d.errors import UserError
 from parallel3d.files import plain
-from parallel3d.parameters.slices import STATE
+from parallel3d.optim.optimizer import EMA, STATES
+from parallel3d.parameters.slices import PARAMETER, STATE
 
-KINDS = ("parameter", STATE, "ema", "exp_avg", "exp_avg_sq", "momentum")
+KINDS = (PARAMETER, STATE, EMA, *STATES)
 SHOWN = 20  # maximum number of differing tensors that are printed
 
 

@@ -29,7 +29,6 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
 )
 from parallel3d.checkpoint.saver import (
-    ElementCounts,
     Lease,
     Save,
     Saver,
@@ -39,7 +38,7 @@ from parallel3d.checkpoint.saver import (
 from parallel3d.comm import store as job_store
 from parallel3d.errors import TrainingFailure, UserError
 from tests.unit.checkpoint.test_files import (
-    ELEMENTS,
+    EXPECTED,
     facts,
     load,
     make,
@@ -218,7 +217,7 @@ def test_a_full_disk_loses_one_checkpoint_and_logs_one_line(
         outcome = save(saver, 3)
     assert outcome.problem == "No space left on device (rank 0)" and not outcome.is_bug
     assert "could not be removed (EIO" in outcome.notes[0]
-    saver.start(Save(3, 4, whole(3), facts(3), ElementCounts(ELEMENTS)), background=False)
+    saver.start(Save(3, 4, whole(3), facts(3), EXPECTED), background=False)
     assert saver.join() == SaveResult()
 
 
@@ -264,7 +263,7 @@ def test_an_unsigned_report_of_a_part_makes_no_checkpoint(
     monkeypatch.setattr(saver, "_store", lambda: store)
     first = Saver(tmp_path, CheckpointConfig(), 0, 2, "session", 5)
     part = SaveResult(file=FileDigest("rank-00001.safetensors", 9, "0"), elements={"ema": 2})
-    of_this_save = Save(3, 1, {}, facts(3), ElementCounts(0))
+    of_this_save = Save(3, 1, {}, facts(3), {})
     job_store.put(store, first._key(of_this_save, 1), dataclasses.asdict(part))
     assert first._parts_of_others(of_this_save) == [part]
     store.set(first._key(of_this_save, 1), json.dumps(dataclasses.asdict(part)))

@@ -31,7 +31,6 @@ from parallel3d.checkpoint.manifest import (
     write_manifest,
 )
 from parallel3d.checkpoint.saver import (
-    ElementCounts,
     Save,
     Saver,
     SaveResult,
@@ -116,10 +115,11 @@ def whole(step: int) -> dict[str, TensorChunks]:
 
 
 ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+EXPECTED = {(kind,): ELEMENTS for kind in KINDS}
 
 
 def save(saver: Saver, step: int, *, background: bool = False) -> SaveResult:
-    save = Save(step, step, whole(step), facts(step), ElementCounts(ELEMENTS))
+    save = Save(step, step, whole(step), facts(step), EXPECTED)
     saver.start(save, background=background)
     return saver.join()
 
@@ -326,7 +326,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_file(
 
 def test_a_save_with_missing_elements_makes_no_checkpoint(tmp_path: Path) -> None:
     saver = one_rank(tmp_path)
-    saver.start(Save(3, 1, state(3, 0), facts(3), ElementCounts(ELEMENTS)), background=False)
+    saver.start(Save(3, 1, state(3, 0), facts(3), EXPECTED), background=False)
     outcome = saver.join()
     assert outcome.is_bug and f"not {ELEMENTS}" in (outcome.problem or "").partition("\n")[0]
     assert names(tmp_path) == []
@@ -335,7 +335,7 @@ def test_a_save_with_missing_elements_makes_no_checkpoint(tmp_path: Path) -> Non
 def test_a_save_that_lacks_state_of_a_parameter_makes_no_checkpoint(tmp_path: Path) -> None:
     lacking = {key: tensor for key, tensor in whole(1).items() if key != "exp_avg/w"}
     saver = one_rank(tmp_path)
-    saver.start(Save(1, 1, lacking, facts(1), ElementCounts(ELEMENTS)), background=False)
+    saver.start(Save(1, 1, lacking, facts(1), EXPECTED), background=False)
     problem = saver.join().problem
     assert problem is not None and "the ranks wrote" in problem
     assert names(tmp_path) == []
