@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from parallel3d.checkpoint import identity
-from parallel3d.checkpoint.identity import ConfigChange
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     PARAMETER,
-    DataFacts,
     Manifest,
     Share,
     list_checkpoints,
@@ -50,10 +48,9 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show, spell
 from parallel3d.config.length import Length
 from parallel3d.config.values import BatchSizes
-from parallel3d.data.corpus import Blend, history_until
+from parallel3d.data.same_text import compare_text, facts_of
 from parallel3d.data.sampler import TrainingText
-from parallel3d.data.tokenizer import BYTE
-from parallel3d.data.tokens import Compared, compare, marks_of
+from parallel3d.data.tokens import Compared
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
@@ -102,89 +99,11 @@ def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | Non
     """
     found = identity.changes(manifest.config, config)
     refusal = identity.refusal(config.run, found)
-    reads = not config.train.eval_only
-    if refusal is None and corpus is not None and manifest.data:
-        here = facts_of(corpus)
-        others = [change for change in found if change.key.startswith("data.")]
-        length = config.model.seq_length
-        refusal = _other_text(manifest, here, config.run, length, others, reads=reads)
-    if refusal is not None or corpus is None or not reads:
+    if refusal is not None or corpus is None:
         return Compared(refusal)
-    return compare(corpus.watched, manifest.data.get("files", ""))
-
-
-def _other_text(
-    manifest: Manifest,
-    here: DataFacts,
-    run: str | None,
-    seq_length: int,
-    changes: Sequence[ConfigChange],
-    *,
-    reads: bool,
-) -> str | None:
-    """Returns why a run cannot resume with the text `here`, or None if it can.
-
-    With `reads`, the run trains on samples of the text. `changes` are the changed keys of data.
-    """
-    # The files' marks contain times and inodes, which may change.
-    if {**manifest.data, "files": here["files"]} == here:
-        return None
-    there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
-    if there[0] != there[1]:
-        return (
-            f"run={run} cannot resume with another tokenizer: its digest is "
-            f"{plain(there[0][:12])} in the checkpoint, but {there[1][:12]} now; leave "
-            "data.tokenizer out, or choose another run="
-        )
-    if not reads:
-        return None
-    if "blend" in manifest.data and "blend" in here:
-        return _other_blend(manifest, run, seq_length, here["blend"])
-    return (
-        f"run={run} cannot resume with another text: its fingerprint is "
-        f"{plain(manifest.data['fingerprint'][:12])} in the checkpoint, but "
-        f"{here['fingerprint'][:12]} now ({manifest.data['train_tokens']} and "
-        f"{here['train_tokens']} tokens to train on); {_remedy(changes)}, or choose another run="
-    )
-
-
-def _remedy(changes: Sequence[ConfigChange]) -> str:
-    """Returns how to have the text of a checkpoint, if `changes` are the changed keys of data."""
-    if not changes:
-        return "give the data.path of the first start"
-    words = " ".join(plain(spell(change.key, change.there)) for change in changes[:3])
-    return f"give {words} as there"
-
-
-def _other_blend(manifest: Manifest, run: str | None, seq_length: int, here: str) -> str | None:
-    """Returns why a run cannot resume with the blend `here`, or None if it can.
-
-    The blend must be the same for the samples read so far, and may change for later ones.
-    """
-    samples = int(manifest.progress["consumed_samples"])
-    if history_until(manifest.data["blend"], samples) == history_until(here, samples):
-        return None
-    tokens = samples * seq_length
-    return (
-        f"run={run} cannot resume with another blend: the weights or the texts of its first "
-        f"{tokens:,} tokens have changed; restore them, and give new weights or texts only from "
-        f"there on, as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
-    )
-
-
-def facts_of(corpus: TrainingText) -> DataFacts:
-    """Returns what a manifest records about the training text."""
-    facts = DataFacts(
-        fingerprint=corpus.fingerprint,
-        train_tokens=corpus.train_tokens,
-        files=marks_of(corpus.watched),
-    )
-    if isinstance(corpus, Blend):
-        facts["blend"] = corpus.history
-    if corpus.tokenizer != BYTE:
-        # Texts read as bytes get no entry, as in manifests from before tokenizers were supported.
-        facts["tokenizer"] = corpus.tokenizer
-    return facts
+    others = [spell(change.key, change.there) for change in found if change.key.startswith("data.")]
+    samples = None if config.train.eval_only else int(manifest.progress["consumed_samples"])
+    return compare_text(manifest.data, corpus, config.run, config.model.seq_length, samples, others)
 
 
 def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChange]:

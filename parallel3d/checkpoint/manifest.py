@@ -24,12 +24,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel3d.config.length import clock_of
 from parallel3d.errors import TrainingFailure
 from parallel3d.files import parse_json, plain, read_bounded, write_durably
 from parallel3d.optim.thaws import THAWS, read_thaws
+
+if TYPE_CHECKING:
+    from parallel3d.data.same_text import DataFacts
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -99,16 +102,6 @@ class FileDigest:
     name: str
     size: int
     header: str
-
-
-class DataFacts(TypedDict, total=False):
-    """Describes the training text in a manifest; keys that do not apply are absent."""
-
-    fingerprint: str
-    train_tokens: int
-    files: str  # marks of the files (`marks_of`), which reveal changes
-    blend: str  # the blend's history: `first sample:digest` of each stage, separated by spaces
-    tokenizer: str  # digest of the tokenizer; absent if the tokens are bytes
 
 
 @dataclass(frozen=True)

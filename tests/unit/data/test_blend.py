@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.checkpoint.checkpoints import compared_with, facts_of
+from parallel3d.checkpoint.checkpoints import compared_with
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.data.blend import Blended, WeightPeriod
 from parallel3d.data.corpus import Blend, check_data, open_corpus
 from parallel3d.data.keys import DataConfig
+from parallel3d.data.same_text import facts_of
 from parallel3d.data.sampler import Sampler
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig

@@ -12,11 +12,12 @@ import pytest
 import transformers
 from transformers.utils import chat_template_utils
 
-from parallel3d.checkpoint.checkpoints import compared_with, facts_of
+from parallel3d.checkpoint.checkpoints import compared_with
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.data.chat import ChatTemplate, Reader, Refused, find_chat, with_date
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.keys import DataConfig
+from parallel3d.data.same_text import facts_of
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
@@ -93,7 +94,7 @@ def test_a_run_with_another_date_names_it(tmp_path: Path, name: str) -> None:
     configs = [Config(data=replace(first, chat_date=day), model=model) for day in
                ("2026-11-29", "2026-11-30")]  # fmt: skip
     texts = [open_corpus(config.data, 200) for config in configs]
-    saved = Manifest(1, {}, asdict(configs[0]), facts_of(texts[0]), "", {}, ())
+    saved = Manifest(1, {"consumed_samples": 0}, asdict(configs[0]), facts_of(texts[0]), "", {}, ())
     refusal = compared_with(saved, configs[1], texts[1]).refusal
     if name == "bare":
         assert refusal is None

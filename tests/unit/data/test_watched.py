@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.checkpoint.checkpoints import compared_with, facts_of
+from parallel3d.checkpoint.checkpoints import compared_with
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.data import chat as chat_corpus
 from parallel3d.data import tokens
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.indexed import HEADER
 from parallel3d.data.keys import DataConfig
+from parallel3d.data.same_text import facts_of
 from parallel3d.data.tokenizer import keep_tokenizer
 from parallel3d.data.tokens import Compared, compare, look_at, marks_of
 from parallel3d.errors import UserError
