@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner.launches import launches
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import layout_of
@@ -44,7 +43,7 @@ PRESETS = (
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp, pp
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
 RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
-NAMES = ("memory", "launches", "bytes sent", "pinned memory")
+NAMES = ("memory", "bytes sent", "pinned memory")
 ROUNDED = 1e-9  # in per cent; both are sums of floats
 Keys = dict[str, Any]
 
@@ -134,19 +133,17 @@ def mixture(chance: random.Random, keys: Keys) -> Keys:
 
 
 def compare(keys: Keys) -> dict[str, tuple[float, float]]:
-    """Returns, by `NAMES`, the figures of the dry run and of the planner: bytes, launches,
-    bytes."""
+    """Returns, by `NAMES`, the figures of the dry run and of the planner in bytes."""
     config = configured(keys)
     facts, layout = find_facts(config, config.dryrun.rank), layout_of(config)
     where = layout.coordinates(facts["rank"])
     shard = where.dp * layout.cp + where.cp
-    played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]), facts["host_bytes"])
+    played = (facts["peak_bytes"], _sum(facts["groups"]), facts["host_bytes"])
     sent = sum(
         wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, where.pp, shard)
     )
     said = (
         peak_memory(config, where.pp).total,
-        sum(launches(config, where.pp, shard).values()),
         sent,
         host_memory(config, where.pp),
     )
@@ -168,14 +165,14 @@ def _row(keys: Keys) -> tuple[str, list[float]]:
     plain = {"sp": False, "vpp": 1, "zero": 0, "recompute": "none", "dp": 1, "rank": 0}
     plain |= {"cp": 1, "style": "gather", "every": None}
     words = [f"{k}={v}" for k, v in keys.items() if plain.get(k) != v and k != "model"]
-    played = f"{found['memory'][0] / 1e9:.2f} | {found['launches'][0]:,.0f}"
+    played = f"{found['memory'][0] / 1e9:.2f}"
     cells = " | ".join(f"{error:+.2f}" for error in errors)
     return f"| {keys['model']} | {' '.join(words)} | {played} | {cells} |", errors
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Prints the table. Returns 0 if in all cases memory is at most `--below` per cent below and
-    `--above` above, launches are within `--launches`, and bytes sent are equal, else 1."""
+    `--above` above, and bytes sent are equal, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -183,15 +180,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true", help="models with experts")
     parser.add_argument("--below", type=float, default=3.0, help="limit of memory, per cent")
     parser.add_argument("--above", type=float, default=12.0, help="limit of memory, per cent")
-    parser.add_argument("--launches", type=float, default=0.0, help="limit of launches, per cent")
     parser.add_argument("--case", action="append", default=[], help="run one case, given as JSON")
     options = parser.parse_args(words)
     began = time.monotonic()
     found = sample(options.seed, options.layers, options.experts)
     cases = [json.loads(case) for case in options.case]
     cases = cases or [next(found) for _ in range(options.cases)]
-    print("| model | layout | GB | launches | memory % | launches % | bytes sent % | pinned % |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | layout | GB | memory % | bytes sent % | pinned % |")
+    print("|---|---|---|---|---|---|")
     errors = []
     for keys in cases:
         row, off_by = _row(keys)
@@ -199,7 +195,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(row, flush=True)
     table = np.array(errors)
     print()
-    even = [options.launches, 0.0, 3.0]  # limits of all figures but memory
+    even = [0.0, 3.0]  # limits of all figures but memory
     limits = np.array([[-options.below, options.above], *([-n, n] for n in even)])
     least, most = (limits + np.array([-ROUNDED, ROUNDED])).T
     within = (least <= table) & (table <= most)

@@ -327,7 +327,6 @@ class Blueprint:
                 *given,
                 ep=self.layout.ep,
                 settings=self.balance,
-                precision=self.precision.name,
                 load=self.load,
             )
             for kind in layer_kinds(self.model)
@@ -339,8 +338,7 @@ class Blueprint:
         if not self.model.num_experts:
             return None
         w = widths(self.model, self.layout.tp, self.sequence_parallel)
-        given = self.layout.tp, self.layout.ep, self.balance, self.precision.name
-        return with_experts(w, self.model, *given).experts
+        return with_experts(w, self.model, self.layout.tp, self.layout.ep, self.balance).experts
 
     @cached_property
     def repeats_attention(self) -> bool:

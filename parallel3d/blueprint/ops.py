@@ -1,6 +1,6 @@
 """Lists the operations of a transformer layer on one tensor-parallel rank, for all estimates.
 
-Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`, and times
+Parameters, FLOPs, kept activations and collectives are sums over `layer_ops`, and times
 are sums over the times of its operations. `parallel3d dryrun` runs the model itself, so a
 comparison with it tests the list (`benchmarks/planner/plan_dryrun.py`). A new kind of layer needs
 its modules in `models/` and its operations here.
@@ -19,7 +19,6 @@ import numpy as np
 
 from parallel3d.blueprint.dispatch import (
     ALL_TO_ALL,
-    GATHER,
     chosen_way,
     largest_load,
     load_of_tokens,
@@ -37,23 +36,17 @@ class NormCost(NamedTuple):
     Attributes:
         keeps: number of tensors of the input's size that are kept until the backward.
         statistics: number of fp32 values per token that are also kept until the backward.
-        forward, backward: number of kernel launches in each direction.
-        is_fused: whether one kernel both sums the residual stream and normalises it, in the forward
-            and in the backward.
         has_bias: whether the norm has a bias as well as a weight.
     """
 
     keeps: int
     statistics: int
-    forward: int
-    backward: int
-    is_fused: bool
     has_bias: bool = False
 
 
 NORMS = {
-    "layernorm": NormCost(1, 2, 1, 1, is_fused=False, has_bias=True),
-    "rmsnorm": NormCost(1, 1, 1, 1, is_fused=True),
+    "layernorm": NormCost(1, 2, has_bias=True),
+    "rmsnorm": NormCost(1, 1),
 }
 
 
@@ -70,13 +63,7 @@ class ExpertWidths(NamedTuple):
         ffn: width of an expert.
         shared: width of the shared expert on a tensor-parallel rank, or 0 if there is none.
         shared_gate: 1 if the shared expert's output is multiplied by a sigmoid gate, else 0.
-        choosing: number of launches that choose the experts, given the scores.
-        weighing: number of launches from the router's logits to the tokens' weights.
-        unweighing: number of launches from the gradient of the weights to that of the logits.
         numbers: number of fp32 values per token that the router keeps.
-        aux: 1 if the balancing loss is used, else 0.
-        z: 1 if the z-loss is used, else 0.
-        is_grouped: whether one kernel multiplies the rows of all experts (`device.grouped`).
         load: number of rows of this rank's experts, divided by their number if all experts were
             chosen equally often.
     """
@@ -88,13 +75,7 @@ class ExpertWidths(NamedTuple):
     ffn: Number
     shared: Number
     shared_gate: int
-    choosing: int
-    weighing: int
-    unweighing: int
     numbers: int
-    aux: int
-    z: int
-    is_grouped: bool
     load: float = 1.0
 
     @property
@@ -131,11 +112,8 @@ class Widths(NamedTuple):
     norm: NormCost = NORMS["rmsnorm"]
     norm_before: Number = 1  # norms of the inputs of attention and MLP
     norm_after: Number = 0  # norms of their outputs
-    scaled: Number = 0  # these outputs are scaled before they are added to the residual stream
     head_norms: Number = 0  # q and k are normalised
     full_norms: Number = 0  # the norm is over all heads of q, and of k, as one vector
-    rope: Number = 0
-    temperature: Number = 0  # queries are scaled by position
     qkv_bias: Number = 0
     out_bias: Number = 0
     bias: Number = 0
@@ -184,11 +162,8 @@ def widths(
         norm=NORMS[model.norm],
         norm_before=int(model.norm_position != "after"),
         norm_after=int(model.norm_position != "before"),
-        scaled=int(model.residual_scale != 1.0),
         head_norms=int(model.qk_norm),
         full_norms=int(model.qk_norm_width == "full"),
-        rope=int(kind.rotates),
-        temperature=int(model.query_temperature > 0),
         qkv_bias=int(model.qkv_bias),
         out_bias=int(model.out_bias),
         bias=int(model.bias),
@@ -207,18 +182,13 @@ def with_experts(
     tp: int,
     ep: int,
     settings: ExpertsConfig,
-    precision: str,
     load: float = 1.0,
 ) -> Widths:
     """Returns the sizes `w` of a dense layer with its MLP replaced by experts over `ep` ranks.
 
     `load` is the rank's `ExpertWidths.load`, which is limited to `most_load`.
     """
-    sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
-    normalizes, bias = model.router_normalize, model.router_bias
-    # The launches sort and copy the scores, add the bias, and with groups compute the groups'
-    # scores, their order and the mask.
-    choosing = 2 + bias + ((8 if sigmoid else 7) if groups else 0)
+    normalizes = model.router_normalize
     aux, z = settings.aux_loss > 0, settings.z_loss > 0
     chosen = model.experts_per_token
     numbers = model.num_experts + (chosen + 1) * normalizes + aux + (model.num_experts + 1) * z
@@ -232,13 +202,7 @@ def with_experts(
             ffn=model.expert_size,
             shared=model.shared_expert_size // tp,
             shared_gate=int(model.shared_expert_gate),
-            choosing=choosing,
-            weighing=3 + (2 + sigmoid) * normalizes,
-            unweighing=4 + 7 * normalizes,
             numbers=numbers,
-            aux=int(aux),
-            z=int(z),
-            is_grouped=precision == "bf16",
             load=min(load, most_load(model, ep)),
         )
     )
@@ -254,13 +218,11 @@ class Op(NamedTuple):
         parts: the parts of `recompute` that repeat the operation in the backward.
         keeps: number of elements per token that are kept until the backward.
         statistics: number of fp32 values per token that are also kept until the backward.
-        forward, backward: number of kernel launches other than GEMMs and attention.
         split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs); "" for neither.
         bias: 1 if a GEMM has a bias, else 0.
         rows: number of rows that a GEMM computes per token; a GEMM of experts computes one for each
             chosen expert.
         matrices: number of weight matrices of a GEMM; more than one with several experts.
-        calls: number of launches of a GEMM in each direction.
         inside, inside_backward: number of elements per token of temporary tensors inside its
             forward, and inside its backward.
         operands: number of elements per token that are kept for a deferred weight gradient, or None
@@ -275,13 +237,10 @@ class Op(NamedTuple):
     parts: Collection[str]
     keeps: Number = 0
     statistics: Number = 0
-    forward: Number = 0
-    backward: Number = 0
     split: str = ""
     bias: Number = 0
     rows: Number = 1
     matrices: Number = 1
-    calls: Number = 1
     inside: Number = 0
     inside_backward: Number = 0
     operands: Number | None = None
@@ -301,20 +260,15 @@ INNER = ("activation", "mlp", "layer")
 def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     """Lists the operations of a layer in their order; `recompute` names the recomputed parts.
 
-    A residual sum and a fused norm after it are one kernel in each direction, unless the norm is
-    recomputed. The backward of the split into heads is a concatenation; RoPE is a kernel in both
-    directions. A norm after a GEMM keeps its input, so a recomputed layer repeats that GEMM.
+    A norm after a GEMM keeps its input, so a recomputed layer repeats that GEMM.
     """
     h = w.hidden
     stream = w.hidden / w.share
     qkv = w.queries + 2 * w.keys
-    apart = int("norm" in recompute or not w.norm.is_fused or not w.norm_before)
     norm = {"kind": "norm", "inputs": stream, "outputs": stream}
     norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
     norm |= {"statistics": w.norm.statistics / w.share}
-    norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
-    # A norm over all heads is two kernels with an all-reduce between them.
-    norms, kernels = (2, 2) if w.full_norms else (w.heads + w.key_heads, 1)
+    norms = 2 if w.full_norms else w.heads + w.key_heads
     attention = ("attention", "layer")
     layer = ("layer",)
     output_norm = norm | {"parts": layer}
@@ -326,16 +280,11 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             outputs=qkv,
             parts=layer,
             keeps=qkv,
-            backward=w.qkv_bias,
             bias=w.qkv_bias,
             **COLUMN,
         ),
-        Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, norms, kernels, kernels),
-        Op(
-            *("attention.rotary", "elementwise", qkv, qkv, attention),
-            forward=w.rope + 2 * w.temperature,  # one launch rounds the factors of the queries
-            backward=1 + w.temperature,
-        ),
+        Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, norms),
+        Op("attention.rotary", "elementwise", qkv, qkv, attention),
         Op(
             *("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
             window=w.window,
@@ -345,26 +294,15 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             inputs=w.queries,
             outputs=h,
             parts=layer,
-            forward=w.out_bias,
-            backward=w.out_bias,
             bias=w.out_bias,
             **ROW,
         ),
         Op("attention_output_norm", **output_norm),
-        Op(
-            *("attention.residual", "elementwise", 2 * stream, stream, layer, stream),
-            forward=apart + w.scaled,
-            backward=apart + w.scaled,
-        ),
+        Op("attention.residual", "elementwise", 2 * stream, stream, layer, stream),
         *(_mlp(w, norm) if w.experts is None else _experts(w, w.experts, norm, recompute)),
         Op("mlp_output_norm", **output_norm),
-        # The sum is the next layer's input. If a norm is fused with it, the backward of the norm
-        # adds up its gradients.
-        Op(
-            *("mlp.residual", "elementwise", 2 * stream, stream, (), stream),
-            forward=1 + w.scaled,
-            backward=apart + w.scaled,
-        ),
+        # The sum is the next layer's input.
+        Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream),
     ]
     absent = {"attention.qk_norm"} if not w.head_norms else set()
     absent |= {"input_norm", "mlp_norm"} if not w.norm_before else set()
@@ -383,18 +321,15 @@ def _mlp(w: Widths, norm: dict[str, Any]) -> list[Op]:
             outputs=up,
             parts=("mlp", "layer"),
             keeps=up,
-            backward=w.bias,
             bias=w.bias,
             **COLUMN,
         ),
-        Op("mlp.activation", "elementwise", up, w.ffn, INNER, w.ffn, 0, 1, 1),
+        Op("mlp.activation", "elementwise", up, w.ffn, INNER, w.ffn),
         Op(
             "mlp.down",
             inputs=w.ffn,
             outputs=w.hidden,
             parts=("layer",) if w.norm_after else (),
-            forward=w.bias,
-            backward=w.bias,
             bias=w.bias,
             **ROW,
         ),
@@ -423,19 +358,10 @@ def _experts(
     # The choices, and the order of rows by expert and by token, are integers of 8 bytes. Each
     # counts as two fp32 values.
     choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
-    # These launches also sum up the balance and order the rows.
-    choosing = x.choosing + 4 + x.aux + 10
     if x.way == ALL_TO_ALL:
         choice += 2 * read + 2 * own * x.ep
-        choosing += 12 + 9
-    elif x.way == GATHER:
-        choosing += 6
-    choosing += apart  # the counts are copied to the host
-    sent = int(x.way == ALL_TO_ALL)
     inner, active = rows * up, rows * x.ffn
-    calls = 1 if x.is_grouped else x.here
-    copies = calls if not x.is_grouped else 0  # each product is copied into the rows of all experts
-    # Without a gate there are separate kernels for the activation, for its product with the weights
+    # Without a gate there are separate tensors for the activation, for its product with the weights
     # in fp32, and for their gradients.
     alone = 1 - w.gated
     found = [
@@ -443,31 +369,23 @@ def _experts(
         Op(
             *("mlp.router", "gemm", h, x.experts, mlp),
             statistics=own * x.numbers,
-            forward=x.weighing + 13 + 9 * x.aux,  # includes the balancing losses
-            backward=x.unweighing + 5 + 11 * x.aux + 8 * x.z,
             rows=own,
             operands=0,
         ),
         Op(
             *("mlp.choice", "elementwise", own * x.experts, own * x.chosen, ()),
             statistics=choice,
-            forward=choosing,
         ),
         Op(
             *("mlp.dispatch", "elementwise", own * h, read * h, mlp),
             keeps=read * h * apart,
             statistics=read * x.chosen,
-            forward=2 * sent,
-            backward=2 * sent,
         ),
         Op(
             *("mlp.experts.up", "gemm", h, up, mlp),
             keeps=inner,
-            forward=1 + copies,
-            backward=2 + copies,
             rows=rows,
             matrices=x.here,
-            calls=calls,
             inside=rows * h,
             # The backward needs the most memory either when it has the gradients of the activations
             # or when it sums the gradients of the rows.
@@ -478,25 +396,16 @@ def _experts(
         ),
         Op(
             *("mlp.experts.activation", "elementwise", inner, active, mlp),
-            forward=2 + 3 * alone,
-            backward=4 + 9 * alone,
             inside=4 * active * alone,
         ),
         Op(
             *("mlp.experts.down", "gemm", x.ffn, h, mlp),
-            forward=1 + copies,
-            backward=1 + copies,
             rows=rows,
             matrices=x.here,
-            calls=calls,
             inside=active + read * h,
             operands=read * h + inner,
         ),
-        Op(
-            *("mlp.combine", "elementwise", read * h, own * h, ends),
-            forward=sent,
-            backward=sent,
-        ),
+        Op("mlp.combine", "elementwise", read * h, own * h, ends),
     ]
     if not shares:
         return found
@@ -504,7 +413,7 @@ def _experts(
     gated = x.shared_gate
     found += [
         Op("mlp.shared.up", inputs=h, outputs=wide, parts=mlp, keeps=wide, **COLUMN),
-        Op("mlp.shared.activation", "elementwise", wide, x.shared, INNER, x.shared, 0, 1, 1),
+        Op("mlp.shared.activation", "elementwise", wide, x.shared, INNER, x.shared),
         Op(
             "mlp.shared.down",
             inputs=x.shared,
@@ -516,15 +425,11 @@ def _experts(
     ]
     if gated:
         found += [
-            Op("mlp.shared_gate", "gemm", h, 1, mlp, own, 0, 1, 2, rows=own, operands=0),
-            Op(
-                *("mlp.shared_product", "elementwise", own * (h + 1), own * h, before),
-                forward=1,
-                backward=3,
-            ),
+            Op("mlp.shared_gate", "gemm", h, 1, mlp, own, rows=own, operands=0),
+            Op("mlp.shared_product", "elementwise", own * (h + 1), own * h, before),
         ]
     summed = own * h * (x.shared > 0)  # a row of a table may have no shared expert
-    found.append(Op("mlp.sum", "elementwise", 2 * summed, summed, last, forward=1, backward=1))
+    found.append(Op("mlp.sum", "elementwise", 2 * summed, summed, last))
     return found
 
 
@@ -623,16 +528,15 @@ def ops_of(
     *,
     ep: int,
     settings: ExpertsConfig,
-    precision: str = "bf16",
     load: float = 1.0,
 ) -> LayerOps:
     """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed.
 
-    `ep`, `settings`, `precision` and `load` are used only if the kind has experts.
+    `ep`, `settings` and `load` are used only if the kind has experts.
     """
     w = widths(model, tp, sp, kind)
     if kind.experts:
-        w = with_experts(w, model, tp, ep, settings, precision, load)
+        w = with_experts(w, model, tp, ep, settings, load)
     return cached_ops(w, recompute)
 
 

@@ -213,7 +213,6 @@ class StepWork:
             self.ffn / self.tp,
             self.gated,
             np.where(self.sequence_parallel > 0, self.tp, 1.0),
-            rope=1,
         )
 
     @functools.cached_property
@@ -232,13 +231,7 @@ class StepWork:
             ffn=self.expert_ffn,
             shared=self.shared_ffn / self.tp,
             shared_gate=0,
-            choosing=0,
-            weighing=0,
-            unweighing=0,
             numbers=0,
-            aux=0,
-            z=0,
-            is_grouped=True,
         )
         return self._with_latents(layer_ops(self.widths._replace(experts=experts)))
 
