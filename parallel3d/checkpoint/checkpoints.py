@@ -271,7 +271,8 @@ class Checkpoints:
                 # Earlier starts under this name may have failed before their first checkpoint.
                 has_rows = os.path.exists(self.run_dir / "metrics.jsonl")
                 again = ": it has no checkpoint yet and starts over at step 1" if has_rows else ""
-                self.say(f"run={self.config.run} is a new run{again}")
+                model, data = self.config.model.name, self.config.data.name
+                self.say(f"run={self.config.run} is a new run{again} (model={model}, data={data})")
         if self.config.train.eval_only:
             return first_step  # an evaluation saves nothing
         saver = self._prepare_saver()

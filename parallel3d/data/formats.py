@@ -197,7 +197,8 @@ def not_read(name: str, door: Door, what: str = "") -> NotTaken:
     ends = f"{end}{os.path.splitext(name)[1] if packed else ''}"
     holds = f", and holds {what}" if what else ""
     may_be_text = TEXT in door.kinds and what not in (NO_TEXT, *NAMES.values())
-    text = f", or, if it is text, name it {plain(name)}.txt" if may_be_text else ""
+    bare, last = os.path.splitext(name) if packed else (name, "")
+    text = f", or, if it is text, name it {plain(bare)}.txt{last}" if may_be_text else ""
     return NotTaken(
         f"ends in {plain(ends)}, which is not read{holds}: {read_by(door)}; unpack an archive, and "
         f"{door.remedy} of a .jsonl{text}"
@@ -394,7 +395,9 @@ def in_lines(content: bytes) -> bytes:
     if depth:
         raise NotTaken("is not JSON: it ends inside an item, so it was cut short; fetch it again")
     if rest:
-        raise NotTaken(f"is not JSON: it goes on after the list, with {plain(repr(rest[:40]))}")
+        shown = plain(rest[:40].decode(errors="replace"))
+        what = f"its list ends before {shown!r}" if is_list else f"it ends in {shown!r}"
+        raise NotTaken(f"is not JSON: {what}; name it .jsonl if each line is a row, or fix it")
     if is_list and lines == [b""]:
         return b""
     if not all(lines):

@@ -629,7 +629,8 @@ def of_input(address: str, key: str = "input") -> Iterator[None]:
         raise
     except Exception as error:  # fsspec's file systems raise errors of their own
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"{key}={show(address)} cannot be read ({plain(why)}): {HOW}") from None
+        how = "fetch it again" if isinstance(error, EOFError) else HOW
+        raise UserError(f"{key}={show(address)} cannot be read ({plain(why)}): {how}") from None
 
 
 def items_of(given: str, key: str, how: str) -> list[str]:

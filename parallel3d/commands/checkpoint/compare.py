@@ -26,6 +26,7 @@ from parallel3d.checkpoint.runs import (
 )
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from parallel3d.commands.checkpoint.listing import table
+from parallel3d.config.fields import show
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.optim.optimizer import EMA, STATES
@@ -165,5 +166,5 @@ def _print_differences(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
     """
     keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
     for key in keys:
-        print(plain(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b"))
+        print(plain(f"{what}: {key} is {show(a.get(key))} in a, {show(b.get(key))} in b"))
     return not keys

@@ -10,10 +10,10 @@ from parallel3d.data.inputs import BAD, Count, cut, documents, find_inputs, judg
 from parallel3d.data.keys import DataConfig
 
 
-def tokenized(path: str) -> list[str]:
-    """Returns the documents that are read by `data tokenize`."""
+def tokenized(path: str, kind: str | None = None) -> list[str]:
+    """Returns the documents that are read by `data tokenize`, with `kind` as its format."""
     count, found = Count(), []
-    for shard in cut(find_inputs(path), size=300):
+    for shard in cut(find_inputs(path, kind), size=300):
         here = Count()
         found += [one.text for one in documents(shard, "text", here)]
         count.add(here)

@@ -439,7 +439,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "has a turn from observation as message 2",
     ),
     "an unknown speaker": (
-        {"conversations": [{"from": "gtp", "value": "a"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gtp", "value": "b"}]},
         "the nearest is gpt",
     ),
     "both layouts": (

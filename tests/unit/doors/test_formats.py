@@ -180,7 +180,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.json", b"\n".join(json.dumps(row, indent=1).encode() for row in ROWS), ROW),
     ("a.json", LIST[:-3], "is not JSON: it ends inside an item"),
     ("a.json", LIST[:-20], "if it was cut short"),
-    ("a.json", LIST + LIST, "is not JSON: it goes on after the list"),
+    ("a.json", LIST + LIST, "is not JSON: its list ends before"),
     ("a.json", LIST[:-1] + b",]", "is not JSON: its list has an empty item"),
     ("a.json", b'[{"text": "a\nb"}]', "is not JSON: the text at byte"),
     # Endings that the grammar lacks: text beyond doubt is read, all else has one sentence.
