@@ -139,6 +139,10 @@ def log_of(*steps: str) -> OperationLog:
     return log
 
 
+def test_ranks_of_a_group_are_known_from_its_first_operation_on() -> None:
+    assert log_of("a").ranks == log_of("ab", "b").ranks == {"dp": (0, 1)}
+
+
 def test_divergence_is_measured_against_the_previous_step() -> None:
     assert log_of("abb", "ab").divergence() is None  # in progress
     assert str(log_of("ab", "b").divergence()) == "left out all_reduce of dp (float32[4])"
