@@ -13,7 +13,6 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import (
     Key,
     all_keys,
-    allowed,
     megatron_flags,
     sections_of,
     show,
@@ -36,7 +35,8 @@ parallel3d train --cfg job tp=2                         # print the configuratio
 ```
 
 - `GROUP=PRESET` takes the file `conf/GROUP/PRESET.yaml`; `GROUP.KEY=VALUE` sets one key of it.
-- `null` stands for "left out"; lists are written `[3,5]`; no spaces around `=`.
+- `null` stands for "left out"; lists are written `[3,5]`, names with values `{web:0.7}`; no spaces
+  around `=`.
 - Text is kept as it is typed (`run=1.10`, `run=5e10423`); with special characters it is quoted
   twice: `'data.path="a,b.txt"'`. `~` in a path is a home. Of two values of a key the last counts.
 - A bad key or value ends in one sentence that names the nearest good one, with exit code 2.
@@ -45,6 +45,8 @@ parallel3d train --cfg job tp=2                         # print the configuratio
 `world size = tp × pp × cp × dp`, and
 `global_batch_size = micro_batch_size × micro-batches × dp`, in sequences.
 """
+
+TYPES = {int: "int", float: "float", bool: "bool", str: "text", list: "list", dict: "{name:value}"}
 
 MEGATRON_INTRO = """\
 ## From Megatron-LM's flags
@@ -64,10 +66,14 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _allowed(key: Key) -> str:
-    """Returns the values that a key takes."""
+    """Returns the values that a key takes, as `int ≥ 1 or null` if it may be left out."""
     choices = key.meta["choices"]
     if not choices:
-        return allowed(key)
+        noun = TYPES[key.kind] if key.item is None else f"list of {TYPES[key.item]}"
+        signs = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
+        limits = [f"{sign} {key.meta[b]:g}" for b, sign in signs.items() if key.meta[b] is not None]
+        text = f"{noun} {', '.join(limits)}".strip()
+        return f"{text} or null" if key.optional else text
     text = ", ".join(f"`{choice}`" for choice in choices)
     if key.meta["list_of"]:
         text += f" or a list of {', '.join(f'`{word}`' for word in key.meta['list_of'])}"
