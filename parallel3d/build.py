@@ -13,7 +13,7 @@ from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.comm.turns import Turns
 from parallel3d.data_parallel.build import ShardedLayer, data_parallel_engine
-from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
 from parallel3d.experts.balance import BalanceOfRun
@@ -74,25 +74,30 @@ def build(
     # Layers are created on the meta device; the engine initialises the parameters of this rank.
     initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
     turns = Turns(device) if blueprint.pipeline.overlaps else None
-    of_layers = groups.tp, groups.cp, groups.ep, turns
-    context = BuildContext.of_run(blueprint, initializer, *of_layers)
     held = blueprint.stages_of(groups.pp.index)
+    gathers = PendingGathers(timer)
+    offload = ActivationOffload(device) if any(stage.offloaded for stage in held) else None
+    of_layers = groups.tp, groups.cp, groups.ep, turns, gathers, offload
+    context = BuildContext.of_run(blueprint, initializer, *of_layers)
     stages = stages_of_rank(blueprint.model, held, context)
     freeze(stages, blueprint.frozen)
     # The engine, which sums gradients over dp, also creates the parameters.
     tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
     engine = data_parallel_engine(
-        blueprint.data, stages, sharded_layers(stages), initializer, dtype, groups
+        blueprint.data,
+        stages,
+        sharded_layers(stages),
+        initializer,
+        dtype,
+        groups,
+        gathers,
+        before_reduction=(lambda: None) if turns is None else turns.join,
     )
-    if turns is not None and isinstance(engine, BucketedDataParallel):
-        engine.before_reduction = turns.join
-    for stage in stages:
-        stage.pre_forward = engine.pre_forward
     if blueprint.compiles:
         compile_blocks(stages, saves_operands=schedule.splits_backward)
     optimizer = build_optimizer(blueprint, engine, groups, device)
     executor = build_executor(
-        blueprint, schedule, stages, engine, groups, device, launch, timer, turns
+        blueprint, schedule, stages, engine, groups, device, launch, timer, turns, offload
     )
     balance = expert_balance(blueprint, stages, groups)
     return RankParts(stages, next(iter(tied), None), engine, optimizer, executor, balance)
@@ -177,6 +182,7 @@ def build_executor(
     launch: LaunchConfig,
     timer: StepTimer,
     turns: Turns | None,
+    offload: ActivationOffload | None,
 ) -> Executor:
     """Creates the executor, and sets the baseline latencies of `timer`; collective."""
     sliced = blueprint.sends_slices(accelerator.is_accelerator(device))
@@ -193,11 +199,6 @@ def build_executor(
         channel = SharedP2P.of_programs(programs, route, message, launch.timeout_s)
     timer.baseline_latency = measure_baseline_latency(groups, message, channel)
     sends = [outputs] * (schedule.assignment.stages - 1)
-    offload = None
-    if any(stage.offloaded for stage in stages):
-        offload = ActivationOffload(device)
-        for stage in stages:
-            stage.offload = offload
     run = engine.callable_stages(stages)
     return Executor(
         run,

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -140,9 +141,11 @@ class Trainer:
         token_bytes: (vocabulary,), the number of bytes in each token's text, for `Score`; None if
             it is unknown.
         valid_files: the open files of the validation sets, which are checked for changes.
+        stop_requested: returns whether this rank was asked to end the run; called in every step.
 
     Attributes:
-        before_update: a function that is called in every step before parameters change.
+        copied: an event that is cleared while a checkpoint in progress copies the parameters, which
+            must not change until then.
 
     Raises:
         UserError: if the configuration cannot work.
@@ -157,6 +160,7 @@ class Trainer:
     valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
     token_bytes: npt.NDArray[np.int64] | None = None
     valid_files: Sequence[WatchedFile] = ()
+    stop_requested: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
@@ -192,9 +196,8 @@ class Trainer:
         self.steps_done = 0
         self.consumed_samples = 0
         self.batch = config.global_batch_size  # after a step, the global batch of that step
-        self.stop_requested: Callable[[], bool] = lambda: False
-        # A checkpoint's saver replaces this function, to finish its copy of the parameters.
-        self.before_update: Callable[[], object] = lambda: None
+        self.copied = threading.Event()
+        self.copied.set()
 
     def use(self, schedule: Schedule) -> None:
         """Checks a pipeline schedule, and uses it for training and evaluation."""
@@ -308,7 +311,7 @@ class Trainer:
             loss, grad_norm, stop, experts = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.length.end, self.length.place(step + 1))
         finite = loss is not None and math.isfinite(loss + grad_norm)
-        self.before_update()
+        self.copied.wait()
         if finite:
             with self.step_timer.range("optimizer"):
                 self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
@@ -402,7 +405,7 @@ class Trainer:
         self._swap_ema()
 
     def _swap_ema(self) -> None:
-        self.before_update()  # a checkpoint in progress may still copy the weights
+        self.copied.wait()  # a checkpoint in progress may still copy the weights
         self.data_parallel.wait_for_all_gathers()  # which also write to this rank's own shard
         self.optimizer.swap_ema()
         self.data_parallel.all_gather_params()

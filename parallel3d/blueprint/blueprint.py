@@ -138,6 +138,11 @@ class StageBlueprint:
     without_backward: int
     has_backward: bool
 
+    @classmethod
+    def plain(cls, layers: range, first: bool = False, last: bool = False) -> StageBlueprint:
+        """Returns a stage that trains and recomputes all of its layers, and offloads none."""
+        return cls(layers, len(layers), 0, first, last, 0, True)
+
     @property
     def backward(self) -> StageBlueprint:
         """The stage with only those layers that have a backward and therefore keep activations."""

@@ -27,7 +27,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
+from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings, StageBlueprint
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import layer_kinds
@@ -286,19 +286,25 @@ class ModelPieces:
         of_tp, of_ep = mirrored_group("tp", config.tp), mirrored_group("ep", config.ep)
         usual = BuildContext.of_run(Blueprint.of(config), initializer, of_tp, ep=of_ep)
         self.device = device
-        made = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
+        first = StageBlueprint.plain(range(0), first=True)
+        made = [Stage(model, first, usual, first_and_last_share_rank=True)]
         self.counts = [len(layers) for _, layers in stages]
         for blocks, layers in stages:
             context = dataclasses.replace(usual, recompute=parts_of(tuple(blocks.recompute)))
-            made.append(Stage(model, layers, False, False, context))
-        made.append(Stage(model, range(0), False, True, usual, made[0], True))
+            made.append(Stage(model, StageBlueprint.plain(layers), context))
+        last = StageBlueprint.plain(range(0), last=True)
+        made.append(Stage(model, last, usual, made[0], True))
         self.engine = data_parallel_engine(
-            DataParallelSettings.of(config), made, sharded_layers(made), initializer, dtype, groups
+            DataParallelSettings.of(config),
+            made,
+            sharded_layers(made),
+            initializer,
+            dtype,
+            groups,
+            usual.gathers,
         )
         self.optimizer = Optimizer(config.optim, self.engine.segments)
         self.elements = sum(p.numel() for p in self.engine.parameters.values())
-        for stage in made:
-            stage.pre_forward = self.engine.pre_forward
         route = P2PRoute(groups.pp, StageAssignment(1, len(made)))
         length = model.seq_length // of_tp.size
         outputs = StageOutputs(((size, length, model.hidden_size),), dtype)

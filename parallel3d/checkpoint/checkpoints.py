@@ -187,6 +187,9 @@ class CheckpointFailure(RuntimeError):
     """Raised on all ranks if a save failed because of a bug rather than a disk error."""
 
 
+Lines = Callable[[], tuple[str, ...]]
+
+
 class Checkpoints:
     """Restores, saves and closes a run's checkpoints on one rank.
 
@@ -218,8 +221,6 @@ class Checkpoints:
         self.number = 0
         self.logged: set[str] = set()
         self.lines: tuple[str, ...] = ()  # `lines` of the manifest from which the run resumes
-        # Returns the lines of metrics.jsonl for the next manifest; the caller may replace it.
-        self.waiting: Callable[[], tuple[str, ...]] = tuple
         # `restore` replaces these two with the trainer's values.
         self.device = torch.device("cpu")
         self.length = Length.of_run(config)
@@ -322,19 +323,20 @@ class Checkpoints:
         every = self.config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self.length.last_step)
 
-    def after_step(self, trainer: Trainer) -> None:
-        """Saves if a save is due.
+    def after_step(self, trainer: Trainer, unwritten: Lines = tuple) -> None:
+        """Saves if a save is due; `unwritten` is as in `save`.
 
         Raises CheckpointFailure if the previous save failed because of a bug.
         """
         self._settle(wait=False)
         if self.is_due(trainer.steps_done):
-            self.save(trainer, wait=not self.config.checkpoint.async_save)
+            self.save(trainer, unwritten, wait=not self.config.checkpoint.async_save)
 
-    def save(self, trainer: Trainer, *, wait: bool = True) -> bool:
+    def save(self, trainer: Trainer, unwritten: Lines = tuple, *, wait: bool = True) -> bool:
         """Saves now, after waiting for any save in flight.
 
-        Returns False, after logging the reason, if a disk error prevented a save.
+        `unwritten` returns the lines of metrics.jsonl that are not on disk yet; the checkpoint has
+        them too. Returns False, after logging the reason, if a disk error prevented a save.
         """
         if self.saver is None:
             raise RuntimeError("call restore before the first save")
@@ -345,12 +347,10 @@ class Checkpoints:
         # With zero=1, an all-gather in flight also writes this rank's own parameters.
         trainer.data_parallel.wait_for_all_gathers()
         state = chunks_by_name(trainer.saved_slices(), shared=True)
-        if not wait:
-            trainer.before_update = self.saver.copied.wait
         self.number += 1
-        facts = self._facts(trainer)
+        facts = self._facts(trainer, unwritten())
         expected = expected_elements(self.config.model, self.config.optim)
-        save = Save(step, self.number, state, facts, expected)
+        save = Save(step, self.number, state, facts, expected, trainer.copied)
         self.step_in_flight = self.saved_step = step
         # After the last step, the values no longer change, so no copy of them is needed.
         copies = step < self.length.last_step
@@ -460,7 +460,7 @@ class Checkpoints:
         elif not manifest.has_ema and self.config.optim.ema_decay is not None:
             self.say(f"the average of the weights starts from the weights of step {manifest.step}")
 
-    def _facts(self, trainer: Trainer) -> Manifest:
+    def _facts(self, trainer: Trainer, lines: tuple[str, ...]) -> Manifest:
         return Manifest(
             step=trainer.steps_done,
             progress=trainer.progress(),
@@ -469,7 +469,7 @@ class Checkpoints:
             saved_at="",
             versions=versions(),
             files=(),
-            lines=self.waiting(),
+            lines=lines,
         )
 
     def _from_first_rank(self, make: Callable[[], Any]) -> Any:

@@ -324,7 +324,7 @@ class Staging:
     """Copies chunks to CPU memory, so that training can continue during a save.
 
     The copy is made while the next step computes its gradients: parameters and moments do not
-    change before the update, which waits for the copy (`Trainer.before_update`). The memory is kept
+    change before the update, which waits for the copy (`Trainer.copied`). The memory is kept
     between saves and holds one copy, which the next save overwrites; `Saver.start` refuses a new
     save while the previous one is in flight.
     """
@@ -438,6 +438,7 @@ class Save:
         facts: the manifest without its files and its time.
         expected: the numbers of elements that all ranks together write; None if the caller knows
             that they make up the state.
+        copied: cleared while the values of a background save must not change.
     """
 
     step: int
@@ -445,6 +446,7 @@ class Save:
     state: State
     facts: Manifest
     expected: ElementSums | None
+    copied: threading.Event = field(default_factory=threading.Event)
 
 
 class Saver:
@@ -477,14 +479,13 @@ class Saver:
         self.outcome: SaveResult | None = None
         self.thread: threading.Thread | None = None
         self.staging = Staging()
-        self.copied = threading.Event()  # set when the values of the current save may change again
 
     def start(self, save: Save, *, background: bool, copies: bool = True) -> None:
         """Begins a save; without `background`, also completes this rank's part of it.
 
         At the end, `outcome` is set. It describes the whole save on rank 0, and only the rank's own
         part on other ranks.
-        During a background save the values must not change before `copied` is set or, without
+        During a background save the values must not change before `save.copied` is set or, without
         `copies` (at the end of a run), before the save has ended. This must be called by the thread
         that computes the values. Raises RuntimeError if another save is in flight.
         """
@@ -494,7 +495,7 @@ class Saver:
         if not background:
             self._work(save)
             return
-        self.copied.clear()
+        save.copied.clear()
         ready = self.staging.now(save.state)
 
         def work() -> None:
@@ -527,16 +528,16 @@ class Saver:
         self.outcome = outcome
 
     def _part(self, save: Save, copy: Callable[[State], State]) -> SaveResult:
-        """Copies this rank's values with `copy`, sets `copied`, and writes the rank's file."""
+        """Copies this rank's values with `copy`, sets `save.copied`, and writes the rank's file."""
         try:
             state = copy(save.state)
-            self.copied.set()
+            save.copied.set()
             file = write_part(self._unfinished(save), self.rank, state)
             return SaveResult(file=file, elements=count_elements(state))
         except Exception as error:
             return failed(self.rank, error)
         finally:
-            self.copied.set()
+            save.copied.set()
 
     def _finish(self, save: Save, mine: SaveResult) -> SaveResult:
         """Waits for the parts of all ranks, and completes the checkpoint or removes the parts."""

@@ -64,7 +64,9 @@ def train(config: Config, worker: Worker) -> None:
     length_key = typed_length(config.train)  # the trainer turns epochs into tokens
     worker.phase = "building the model"
     config = dataclasses.replace(config, data=data)
-    trainer = make_trainer(config, groups, device, corpus, sets)
+    trainer = make_trainer(
+        config, groups, device, corpus, sets, lambda: worker.stop.number is not None
+    )
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(trainer.config, worker.run_dir, groups, print_line)
     first_step = checkpoints.restore(trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from torch import nn
 from parallel3d.blueprint.blueprint import DataParallelSettings
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.parameters.copies import GroupsOf, copy_groups
 from parallel3d.parameters.initializer import Initializer
@@ -45,6 +46,8 @@ def data_parallel_engine(
     initializer: Initializer,
     dtype: torch.dtype,
     groups: ProcessGroups,
+    gathers: PendingGathers,
+    before_reduction: Callable[[], None] = lambda: None,
 ) -> DataParallel:
     """Creates the data-parallel engine of a rank's stages, whose parameters are fp32 or better.
 
@@ -53,6 +56,9 @@ def data_parallel_engine(
         initializer: draws the initial values. If it is `deferred`, each rank draws only the values
             that it keeps.
         dtype: the compute dtype.
+        gathers: gets the all-gathers of stepped parameters. It stays empty under FSDP2, whose own
+            hooks gather a layer's parameters.
+        before_reduction: as in `BucketedDataParallel`; no layout has it together with FSDP2.
     """
     groups_of = partial(copy_groups, groups=groups)
     if settings.zero > 1 and groups.layout.ep and groups.layout.world_size > 1:
@@ -100,6 +106,8 @@ def data_parallel_engine(
         overlap=settings.overlap,
         hook=comm_hook(settings, groups),
         values=lambda p: initializer.values(spec_of(p)),
+        gathers=gathers,
+        before_reduction=before_reduction,
     )
 
 

@@ -15,6 +15,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.step_timer import StepTimer
+from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.data_parallel.reducer import (
     CommHook,
     GradBucket,
@@ -187,6 +188,9 @@ class BucketedDataParallel:
         bucket_cap_mb, overlap: as in DistributedDataParallel.
         hook: reduces a bucket, or is None for a plain reduce-scatter (ZeRO) or all-reduce.
         values: returns the initial values of a parameter (see `build_buckets`).
+        gathers: gets the all-gathers of stepped parameters, for which the layers wait.
+        before_reduction: called before a bucket is reduced. With `comm.turns` it makes the current
+            stream wait for those that add gradients.
 
     Attributes:
         segments: flat shards that this rank steps.
@@ -205,6 +209,8 @@ class BucketedDataParallel:
         overlap: bool = True,
         hook: CommHook | None = None,
         values: InitFn = Tensor.detach,
+        gathers: PendingGathers | None = None,
+        before_reduction: Callable[[], None] = lambda: None,
     ) -> None:
         self.groups_of = groups_of
         self.sharded = zero > 0
@@ -215,11 +221,10 @@ class BucketedDataParallel:
         self.overlap = overlap
         self.dtype = dtype
         self.comm_hook = hook or (reduce_scatter if self.sharded else all_reduce)
-        self.gathering: dict[int, Work] = {}
+        self.gathers = PendingGathers() if gathers is None else gathers
         self.works: list[Work] = []
         self.running = False
-        # With `comm.turns`, this makes the current stream wait for those that add gradients.
-        self.before_reduction: Callable[[], None] = lambda: None
+        self.before_reduction = before_reduction
         self.constants = [
             self._hold(name, p, values)
             for name, p in self.parameters.items()
@@ -356,23 +361,7 @@ class BucketedDataParallel:
             with self.step_timer.range("parameter all-gather"):
                 for bucket in reversed(divided):  # the first layers first
                     work = collectives.all_gather_bucket(bucket.param, bucket.shards)
-                    self.gathering[bucket.index] = work
-
-    def pre_forward(self, part: str) -> None:
-        """Waits for the parameters whose names begin with `part`.
-
-        All ranks must ask for the parts in the same order.
-        """
-        if not self.gathering:
-            return
-        last = min(
-            (b.index for name, b in self.bucket_of.items() if name.startswith(f"{part}.")),
-            default=len(self.buckets),
-        )
-        with self.step_timer.range("wait parameter all-gather"):
-            for index in [i for i in self.gathering if i >= last]:
-                self.gathering.pop(index).wait()
+                    self.gathers.add(bucket.index, bucket.params, work)
 
     def wait_for_all_gathers(self) -> None:
-        for index in list(self.gathering):
-            self.gathering.pop(index).wait()
+        self.gathers.wait_for_all()

@@ -245,9 +245,6 @@ class FullyShardedDataParallel:
         for unit in self.units:
             unit.reshard()
 
-    def pre_forward(self, part: str) -> None:
-        """Does nothing, because FSDP2's own pre-forward hooks gather a unit's parameters."""
-
     def wait_for_all_gathers(self) -> None:
         """Does nothing, because sharded parameters are always complete."""
 

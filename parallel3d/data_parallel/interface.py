@@ -59,13 +59,6 @@ class DataParallel(Protocol):
         """
         ...
 
-    def pre_forward(self, part: str) -> None:
-        """Waits for the parameters whose names begin with `part`.
-
-        All ranks must ask for the parts in the same order.
-        """
-        ...
-
     def wait_for_all_gathers(self) -> None:
         """Waits until all parameters are complete."""
         ...

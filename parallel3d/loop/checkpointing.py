@@ -14,20 +14,19 @@ class Checkpointing(Hook):
 
     run: Run
 
-    def before_run(self) -> None:
-        """Lets checkpoints include the lines that the recorder has not written yet."""
-        if self.run.recorder is not None:
-            self.run.checkpoints.waiting = self.run.recorder.waiting
-
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Saves if a checkpoint is due."""
         run = self.run
         run.worker.phase = f"checkpoint after step {result.step}"
         with run.trainer.step_timer.range("checkpoint"), run.spent("checkpoint"):
-            run.checkpoints.after_step(run.trainer)
+            run.checkpoints.after_step(run.trainer, self._unwritten)
 
     def stopped(self, step: int) -> None:
         """Saves the run when a signal ends it, unless `checkpoint.every` is 0."""
         if self.run.trainer.config.checkpoint.every:
             with self.run.spent("checkpoint"):
-                self.run.checkpoints.save(self.run.trainer)
+                self.run.checkpoints.save(self.run.trainer, self._unwritten)
+
+    def _unwritten(self) -> tuple[str, ...]:
+        recorder = self.run.recorder
+        return () if recorder is None else recorder.waiting()

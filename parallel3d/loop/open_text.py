@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -80,6 +80,7 @@ def make_trainer(
     device: torch.device,
     corpus: Corpus | Blend,
     sets: Mapping[str, Corpus],
+    stop_requested: Callable[[], bool],
 ) -> Trainer:
     """Creates the trainer, with the corpus and the samples of the validation sets."""
     how = config.model.seq_length, config.data, config.seed
@@ -100,4 +101,5 @@ def make_trainer(
         valid_sets=sources,
         token_bytes=sizes,
         valid_files=files,
+        stop_requested=stop_requested,
     )

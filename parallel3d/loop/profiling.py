@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
@@ -18,7 +18,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 from parallel3d.errors import print_line
 from parallel3d.loop.hooks import Hook
-from parallel3d.models.transformer import Stage, TransformerBlock
+from parallel3d.models.transformer import Stage
 from parallel3d.private_names import memory_history
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
@@ -170,8 +170,7 @@ def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Ite
                     for handle in _hooks(module, name, ranges):
                         undo.callback(handle.remove)
             if compiled:
-                undo.callback(setattr, stage, "run_blocks", stage.run_blocks)
-                stage.run_blocks = _shown_graph(stage, ranges)
+                undo.enter_context(stage.graphs_within(ranges.within))
         yield
 
 
@@ -185,18 +184,6 @@ def _hooks(module: nn.Module, name: str, ranges: Ranges) -> Iterator[Any]:
 
     yield module.register_forward_pre_hook(begin)
     yield module.register_forward_hook(end, always_call=True)
-
-
-def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
-    run, numbers = stage.run_blocks, {block: name for name, block in stage.layers.items()}
-
-    def shown(blocks: list[TransformerBlock], *args: Any) -> Tensor:
-        first, last = numbers[blocks[0]], numbers[blocks[-1]]
-        name = f"layers.{first}" if first == last else f"layers.{first}-{last}"
-        with ranges.within(name):
-            return run(blocks, *args)
-
-    return shown
 
 
 def longest(profile: profile) -> str:

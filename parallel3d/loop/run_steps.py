@@ -13,7 +13,6 @@ from parallel3d.loop.hooks import Hook, Run
 def run_steps(run: Run, hooks: Sequence[Hook]) -> None:
     """Runs the steps to the end, or until a signal stops the run (`worker.stopped`)."""
     trainer, worker = run.trainer, run.worker
-    trainer.stop_requested = lambda: worker.stop.number is not None
     # The first step compiles graphs and an accelerator's fused kernels. This takes minutes on a
     # GPU, while other ranks wait in a collective, so the watchdog is paused in that step, and only
     # the backend's timeout detects a hang.

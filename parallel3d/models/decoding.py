@@ -64,7 +64,7 @@ def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.devic
         dispatch=GATHER,  # every rank of ep has equally many tokens
     )
     [stage] = blueprint.stages_of(groups.pp.index)
-    return Stage(blueprint.model, stage.layers, stage.first, stage.last, context)
+    return Stage(blueprint.model, stage, context)
 
 
 class Decoder:

@@ -14,6 +14,7 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.turns import Turns
 from parallel3d.config.values import AUTO
+from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
@@ -22,6 +23,7 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.models.ops import Heads, add_rms_norm, gain_of, heads_of, rms_norm
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.tensor_parallel.keys import LossConfig
 
 
@@ -45,6 +47,9 @@ class BuildContext:
     dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.route`)
     routing: str = "model"  # who chooses the experts of a token (`ExpertsConfig.routing`)
     turns: Turns | None = None  # overlaps a forward with a backward, unless it is None
+    # Stages wait here before they read parameters, and move saved tensors to the host with this.
+    gathers: PendingGathers = field(default_factory=PendingGathers)
+    offload: ActivationOffload | None = None
 
     @classmethod
     def of_run(
@@ -55,6 +60,8 @@ class BuildContext:
         cp: Group = SINGLE,
         ep: Group = SINGLE,
         turns: Turns | None = None,
+        gathers: PendingGathers | None = None,
+        offload: ActivationOffload | None = None,
     ) -> BuildContext:
         layer = blueprint.layer
         return cls(
@@ -74,6 +81,8 @@ class BuildContext:
             dispatch=layer.dispatch,
             routing=blueprint.balance.routing,
             turns=turns,
+            gathers=PendingGathers() if gathers is None else gathers,
+            offload=offload,
         )
 
     @property

@@ -7,10 +7,9 @@ sequence, hidden); under sequence parallelism the residual stream has sequence/t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,6 @@ from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.device.fused import register
 from parallel3d.models.attention import AttentionOptions, causal_attention
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
@@ -44,7 +42,6 @@ from parallel3d.models.rotary import (
     temperatures,
 )
 from parallel3d.parameters.state import state_of
-from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_heads
 
@@ -167,10 +164,20 @@ class TransformerBlock(nn.Module):
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
         self.recompute = "layer" in ctx.recompute
         self.keeps_norms = "norm" not in ctx.recompute
-        # `compile_blocks` replaces this function in layers with experts.
-        self.run_attention: Callable[..., tuple[Tensor, Tensor]] = TransformerBlock.attended
+        self._run: RunBlock = TransformerBlock.run
+        self._run_attention: RunAttention = TransformerBlock.attended
+
+    def use_compiled(self, code: CompiledBlocks) -> None:
+        """Runs compiled code from now on; in a layer with experts, only that of its attention."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            self._run_attention = code.attention
+        else:
+            self._run = code.block
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        return self._run(self, x, inputs)
+
+    def run(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         inputs = self.with_route(inputs)
         if self.recompute:
             return recomputed(self.layer, x, inputs)
@@ -183,7 +190,7 @@ class TransformerBlock(nn.Module):
         return inputs
 
     def layer(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        x, attended = self.run_attention(self, x, inputs)
+        x, attended = self._run_attention(self, x, inputs)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
         return x + self.added_by_mlp(self.mlp(x, norm, inputs), inputs)
 
@@ -250,78 +257,71 @@ def graph_size(kinds: Sequence[Hashable], pattern: Sequence[Hashable]) -> int:
     return size if len(graphs) <= MOST_GRAPHS else 1
 
 
+RunBlock = Callable[[TransformerBlock, Tensor, LayerInputs], Tensor]
+RunBlocks = Callable[[list[TransformerBlock], Tensor, LayerInputs], Tensor]
+RunAttention = Callable[[TransformerBlock, Tensor, LayerInputs], tuple[Tensor, Tensor]]
+
+
 def _run_blocks(blocks: list[TransformerBlock], x: Tensor, inputs: LayerInputs) -> Tensor:
     for block in blocks:
         x = block(x, inputs)
     return x
 
 
-def _run_block(block: TransformerBlock, x: Tensor, inputs: LayerInputs) -> Tensor:
-    """Runs the original forward of a block, which `compile_blocks` replaces."""
-    return TransformerBlock.forward(block, x, inputs)
+@dataclass(frozen=True)
+class CompiledBlocks:
+    """Compiled code of several blocks in one graph, of one block, and of a block's attention."""
 
-
-def _run_attention(
-    block: TransformerBlock, x: Tensor, inputs: LayerInputs
-) -> tuple[Tensor, Tensor]:
-    return TransformerBlock.attended(block, x, inputs)
+    blocks: RunBlocks
+    block: RunBlock
+    attention: RunAttention
 
 
 class Stage(nn.Module):
     """Runs contiguous layers, and also the embedding on the first stage, or the head on the last.
 
     Args:
-        layers: global layer numbers of this stage.
-        first, last: whether the stage has the embedding, and whether it has the head. A stage with
-            both is the whole model.
+        held: the stage's layers, and what is done with them. A stage that is the first and the last
+            is the whole model.
         first_stage: the first stage, if this stage is the last one and is on the same rank (a V
             schedule), so that a tied head can read the word embedding; otherwise None.
-        recomputed: how many of the first layers are recomputed, or None for all layers.
 
     Attributes:
-        pre_forward: hook called before the forward reads the parameters of "embedding", "layers.3"
-            or "head"; sharded parameters are all-gathered (unsharded) there.
         tied_table: local name of the word embedding if another rank holds it too, else None.
-        offload: moves saved tensors of the offloaded layers to the host, or None if there are none.
-        offloaded: how many of the first layers are offloaded.
-        without_backward: how many of the first layers have no backward, because there is nothing to
-            train in them or before them.
         compiled: whether the blocks are compiled.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        layers: range,
-        first: bool,
-        last: bool,
+        held: StageBlueprint,
         ctx: BuildContext,
         first_stage: Stage | None = None,
         first_and_last_share_rank: bool = False,
-        recomputed: int | None = None,
     ) -> None:
         super().__init__()
+        first, last = held.first, held.last
         first_and_last_share_rank |= first and last
         self.first = first
         self.last = last
         self.uses_dropout = model.dropout > 0
-        self.pre_forward: Callable[[str], None] = lambda part: None
-        self.run_blocks = _run_blocks
-        self.offload: ActivationOffload | None = None
-        self.offloaded = 0
-        self.without_backward = 0
+        self.gathers = ctx.gathers
+        self.offload = ctx.offload
+        self.offloaded = held.offloaded
+        self.without_backward = held.without_backward
         self.compiled = False
+        self._run_blocks: RunBlocks = _run_blocks
+        self._around_graph: Callable[[str], AbstractContextManager[object]] | None = None
         self.tied_table: str | None = None
         if model.tie_embeddings and (first or last) and not first_and_last_share_rank:
             self.tied_table = "embedding.word.weight" if first else "head.table"
         uses = 2 if first_and_last_share_rank and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses, self.tied_table is not None) if first else None
-        count = len(layers) if recomputed is None else recomputed
-        without = replace(ctx, recompute=frozenset())
+        recomputed, without = held.layers[: held.recomputed], replace(ctx, recompute=frozenset())
         self.layers = nn.ModuleDict(
             {
-                str(i): TransformerBlock(i, model, ctx if i in layers[:count] else without)
-                for i in layers
+                str(i): TransformerBlock(i, model, ctx if i in recomputed else without)
+                for i in held.layers
             }
         )
         self.head = None
@@ -348,6 +348,31 @@ class Stage(nn.Module):
     def switch(self) -> int | None:
         """The length up to which documents have other rotary positions, or None without such."""
         return next((switch for switch in self.switches if switch is not None), None)
+
+    def use_compiled(self, code: CompiledBlocks) -> None:
+        """Runs compiled code from now on."""
+        self.compiled = True
+        blocks = self.blocks.values()
+        is_sharded = any(state_of(p).compute_dtype is not None for p in self.parameters())
+        if is_sharded or any(isinstance(block.mlp, MixtureOfExperts) for block in blocks):
+            for block in blocks:  # each block is then compiled separately
+                block.use_compiled(code)
+        else:
+            self._run_blocks = code.blocks
+        for layer in self.modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                layer.make_handle()
+
+    @contextmanager
+    def graphs_within(
+        self, around: Callable[[str], AbstractContextManager[object]]
+    ) -> Iterator[None]:
+        """Runs each graph of layers in `around(its name)`, during a `with` block."""
+        self._around_graph = around
+        try:
+            yield
+        finally:
+            self._around_graph = None
 
     def graphs(self) -> list[slice]:
         """Returns the places of the blocks of each graph.
@@ -405,7 +430,7 @@ class Stage(nn.Module):
             inputs = replace(inputs, samples=None)
         x = hidden
         if self.embedding is not None:
-            self.pre_forward("embedding")
+            self.gathers.wait_for("embedding")
             x = self.embedding(tokens, inputs)
         assert x is not None  # only the first stage has no hidden states
         batch, length, _ = x.shape
@@ -416,7 +441,7 @@ class Stage(nn.Module):
             i, end = part.start, part.stop
             graph = blocks[part]
             for name, _ in graph:
-                self.pre_forward(f"layers.{name}")
+                self.gathers.wait_for(f"layers.{name}")
             frozen = i < self.without_backward
             if self.compiled and not frozen and not x.requires_grad:
                 # The weight is not an input of a linear layer's operator. So the operator would
@@ -428,11 +453,14 @@ class Stage(nn.Module):
                 self.offload.layer(graph[0][1], shared, stays=stays, is_last=last)
                 if self.offload is not None
                 else nullcontext(),
+                nullcontext()
+                if self._around_graph is None
+                else self._around_graph(name_of_graph([name for name, _ in graph])),
             ):
-                x = self.run_blocks([block for _, block in graph], x, inputs)
+                x = self._run_blocks([block for _, block in graph], x, inputs)
         if self.head is None:
             return x
-        self.pre_forward("head")
+        self.gathers.wait_for("head")
         return self.head(x, labels, loss_mask, loss_scale)
 
 
@@ -444,13 +472,14 @@ def stages_of_rank(
     stages: list[Stage] = []
     for one in held:
         first_stage = stages[0] if one.last and share_rank and stages else None
-        stage = Stage(
-            model, one.layers, one.first, one.last, ctx, first_stage, share_rank, one.recomputed
-        )
-        stage.offloaded = one.offloaded
-        stage.without_backward = one.without_backward
-        stages.append(stage)
+        stages.append(Stage(model, one, ctx, first_stage, share_rank))
     return stages
+
+
+def name_of_graph(layers: Sequence[str]) -> str:
+    """Returns the name of a graph of layers, such as layers.0-7."""
+    first, last = layers[0], layers[-1]
+    return f"layers.{first}" if first == last else f"layers.{first}-{last}"
 
 
 def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
@@ -475,25 +504,13 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     # The annotation is needed, because the overloads of `torch.compile` differ between versions.
     torch_compile: Callable[..., Callable[..., Any]] = torch.compile
     how = {"backend": backend, "fullgraph": True, "dynamic": False, **options}
-    compiled, one = torch_compile(_run_blocks, **how), torch_compile(_run_block, **how)
-    attention = torch_compile(_run_attention, **how)
+    code = CompiledBlocks(
+        torch_compile(_run_blocks, **how),
+        torch_compile(TransformerBlock.run, **how),
+        torch_compile(TransformerBlock.attended, **how),
+    )
     for stage in stages:
-        stage.compiled = True
-        blocks = stage.blocks.values()
-        experts = [block for block in blocks if isinstance(block.mlp, MixtureOfExperts)]
-        for block in experts:
-            block.run_attention = attention
-        is_sharded = any(state_of(p).compute_dtype is not None for p in stage.parameters())
-        if is_sharded or experts:  # each block is then compiled separately
-            for block in blocks:
-                if block in experts:
-                    continue
-                block.forward = partial(one, block)  # type: ignore[method-assign]
-        else:
-            stage.run_blocks = compiled
-        for layer in stage.modules():
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                layer.handle = register(layer)
+        stage.use_compiled(code)
 
 
 def different_graphs(stages: Sequence[Stage]) -> int:

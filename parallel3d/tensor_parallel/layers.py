@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group, GroupLike, group_of, mesh_of_group
+from parallel3d.device.fused import register
 from parallel3d.errors import UserError, closest
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -48,6 +49,11 @@ class ShardedModule(nn.Module, ABC):
         self.group = group_of(group)
         self.name = name
         self.std = std
+        self.handle: Tensor | None = None
+
+    def make_handle(self) -> None:
+        """Registers this layer, so that an operator in compiled code finds it by `handle`."""
+        self.handle = register(self)
 
     def check_divides(self, key: str, value: int, ranks: int) -> None:
         """Raises UserError unless `value` is a positive multiple of `ranks`."""
@@ -301,7 +307,6 @@ class ColumnParallelLinear(ShardedModule):
         self.recomputed = recomputed
         self.sums_shared = sum_partial_gradients and max(tp_replicas.values(), default=1) > 1
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
-        self.handle: Tensor | None = None  # in compiled code: see `device.fused.register`
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, self.out_features, bias, device, dtype))
 
@@ -419,7 +424,6 @@ class RowParallelLinear(ShardedModule):
         self.recomputed = recomputed
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.sums_bias = sum_partial_gradients and self.sp is not None
-        self.handle: Tensor | None = None  # in compiled code: see `device.fused.register`
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, out_features, bias, device, dtype))
 

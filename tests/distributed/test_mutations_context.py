@@ -122,10 +122,10 @@ def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
 
 
 @planted(ENGINE)
-def gradients_over_dp_alone(sound: Any, *given: Any) -> Any:
+def gradients_over_dp_alone(sound: Any, *given: Any, **more: Any) -> Any:
     """The ranks of a cp group only use the gradients, and ZeRO's shards, of their own tokens."""
-    *before, groups = given
-    return sound(*before, replace(groups, dp_cp=groups.dp))
+    *before, groups, gathers = given
+    return sound(*before, replace(groups, dp_cp=groups.dp), gathers, **more)
 
 
 @planted(GLOBAL_TOKENS)

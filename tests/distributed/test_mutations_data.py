@@ -141,10 +141,10 @@ def parameters_not_gathered(sound: Any, engine: BucketedDataParallel) -> None:
 @planted(EVALUATION)
 def not_gathered_before_evaluation(sound: Any, trainer: Trainer, of: EvaluatedSet) -> Score:
     """The last step's parameters are still being gathered when the evaluation reads them."""
-    engine = trainer.data_parallel
-    engine.gathering, gathering = {}, engine.gathering
+    gathers = trainer.data_parallel.gathers
+    gathers.works, works = {}, gathers.works
     found = sound(trainer, of)
-    engine.gathering = gathering
+    gathers.works = works
     return found
 
 

@@ -99,8 +99,8 @@ def layers_do_not_wait_for_their_parameters() -> Iterator[None]:
 
     def all_gather_params(sound: Any, engine: BucketedDataParallel) -> None:
         sound(engine)
-        on_their_way.append(engine.gathering)
-        engine.gathering = {}
+        on_their_way.append(engine.gathers.works)
+        engine.gathers.works = {}
 
     with GATHERED_PARAMETERS.replaced(all_gather_params):
         yield

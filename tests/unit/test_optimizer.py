@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.data_parallel import engine
 from parallel3d.data_parallel.engine import build_buckets
@@ -135,7 +136,8 @@ def test_an_accelerators_norm_is_not_cut_into_pieces() -> None:
 def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
     model = ModelConfig(**preset("llama_1b"))
     context = BuildContext(Initializer(0, torch.float32, torch.device("meta")), SINGLE, sp=False)
-    stage = Stage(model, range(model.num_layers), True, True, context)
+    held = StageBlueprint.plain(range(model.num_layers), first=True, last=True)
+    stage = Stage(model, held, context)
     assert sum(p.numel() for p in stage.parameters()) > 1.1e9
     with (
         on_an_accelerator(),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.group import SINGLE
 from parallel3d.errors import UserError
@@ -195,7 +196,7 @@ def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage
     """Returns the whole model as one stage, with zero weights."""
     model = dataclasses.replace(model, dropout=0.0)
     context = BuildContext(Blank(0, dtype, torch.device("cpu")), SINGLE, sp=False)
-    return Stage(model, range(model.num_layers), True, True, context)
+    return Stage(model, StageBlueprint.plain(range(model.num_layers), True, True), context)
 
 
 @torch.no_grad()

@@ -163,7 +163,8 @@ def test_the_savers_thread_takes_the_ranks_device(
     gpu = Gpu(monkeypatch)
     saver = Saver(tmp_path, CheckpointConfig(), 0, 1, "session", timeout_s=5)
     monkeypatch.setattr(saver, "_work", lambda save, copy: copy(save.state))
-    saver.start(SimpleNamespace(step=3, state=state_of((4, 4))), background=True)
+    save = SimpleNamespace(step=3, state=state_of((4, 4)), copied=threading.Event())
+    saver.start(save, background=True)
     thread = saver.thread
     thread.join()
     assert gpu.current[thread.ident] == GPU  # otherwise `Gpu.stream` has raised

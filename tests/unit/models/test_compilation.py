@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from parallel3d import private_names
+from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.models import recompute, transformer
 from parallel3d.models.transformer import (
@@ -80,7 +81,7 @@ def test_many_layers_without_a_period_train_compiled() -> None:
         sliding_window=5,
     )
     context = BuildContext(Initializer(5, torch.float32, torch.device("cpu")), SINGLE, sp=False)
-    stage = Stage(model, range(80), False, False, context)
+    stage = Stage(model, StageBlueprint.plain(range(80)), context)
     assert different_graphs([stage]) == 2
     traced: list[object] = []
 
@@ -100,7 +101,8 @@ def test_many_layers_without_a_period_train_compiled() -> None:
 def test_stages_of_one_rank_that_begin_anywhere_in_a_pattern_raise_dynamos_limit() -> None:
     model = replace(MODEL, num_layers=40, layer_types=GEMMA, sliding_window=5)
     context = BuildContext(Initializer(5, torch.float32, torch.device("meta")), SINGLE, sp=False)
-    stages = [Stage(model, range(n, n + 7), False, False, context) for n in (0, 7, 14, 21)]
+    held = [StageBlueprint.plain(range(n, n + 7)) for n in (0, 7, 14, 21)]
+    stages = [Stage(model, each, context) for each in held]
     with patch.object(torch, "compile", wraps=torch.compile) as compiled:
         compile_blocks(stages, saves_operands=False)
     needed = {call.kwargs.get("recompile_limit") for call in compiled.call_args_list}

@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.values import parts_of
@@ -38,7 +40,10 @@ def middle_stage(recompute: str = "none", layers: int = LAYERS, first: int | Non
     how many of them recompute."""
     init = Initializer(5, torch.float32, torch.device("cpu"))
     context = BuildContext(init, SINGLE, sp=False, recompute=parts_of(recompute))
-    stage = Stage(MODEL, range(layers), False, False, context, recomputed=first)
+    held = StageBlueprint.plain(range(layers))
+    if first is not None:
+        held = replace(held, recomputed=first)
+    stage = Stage(MODEL, held, context)
     for parameter in stage.parameters():
         state_of(parameter).main_grad = torch.zeros_like(parameter)
     return stage
@@ -218,7 +223,7 @@ def test_layers_of_an_8b_model_keep_two_gib_of_activations_for_a_sequence() -> N
         context = BuildContext(
             Initializer(1, torch.bfloat16, torch.device("meta")), SINGLE, False, parts_of(recompute)
         )
-        stage = Stage(model, range(model.num_layers), False, False, context)
+        stage = Stage(model, StageBlueprint.plain(range(model.num_layers)), context)
         sizes: dict[int, int] = {}
         tables = [table for pair in stage.rotary for table in pair]
         own = {p.untyped_storage()._cdata for p in (*stage.parameters(), *tables)}
