@@ -15,10 +15,12 @@ import pytest
 
 from parallel3d.data.chat import Reader, Refused
 from parallel3d.errors import UserError
+from parallel3d.run.launcher_environment import detect
 from tests.chat_templates import home
-from tests.unit.doors import test_chat, test_formats
+from tests.unit.doors import test_chat, test_formats, test_launcher
 from tests.unit.doors.files import tokenized
 from tests.unit.doors.test_chat import opened
+from tests.unit.doors.test_launcher import BATCH_OF_ONE, HET, MPICH, OMPI, SRUN, TORCHRUN
 
 pytestmark = pytest.mark.nightly
 
@@ -199,3 +201,90 @@ def test_a_file_or_folder_has_documents_after_each_remedy(tmp_path: Path) -> Non
             with pytest.raises(UserError) as caught:
                 tokenized(str(root))
             check_files(root, str(caught.value))
+
+
+Environ = dict[str, str]
+HAND = {**test_launcher.HAND, "LOCAL_WORLD_SIZE": "4"}
+PASSED_ON = {"srun": SRUN, "mpirun": OMPI, "mpiexec": MPICH}
+
+
+def without(environ: Environ, names: str) -> Environ:
+    """Returns the environment without variables that the pattern `names` matches."""
+    return {name: value for name, value in environ.items() if not re.match(names, name)}
+
+
+def launched(environ: Environ, said: str) -> Iterator[tuple[Environ, str | None, int | None]]:
+    """Yields environment, address and port after each remedy that a refusal offers."""
+    alone = without(environ, "SLURM_")
+    if re.search(r"start (with )?(srun or )?torchrun", said):
+        yield environ | TORCHRUN, None, None
+    if "unset all SLURM_*" in said:
+        yield alone, None, None
+    for name in re.findall(r"unset ([A-Z]\w+)(?:[,;]|$)", said):
+        yield without(environ, f"{name}$"), None, None
+    if "unset it" in said:
+        yield without(environ, said.partition("=")[0]), None, None
+    if "unset those of the launcher" in said:  # the user knows which; here, one that then works
+        both = []
+        for part in said.partition(" contradict")[0].split(" and "):
+            first = part.partition("=")[0]
+            of_hand = first in ("RANK", "WORLD_SIZE")
+            names = "|".join(f"{name}$" for name in HAND) if of_hand else first.split("_")[0] + "_"
+            both.append((without(environ, names), None, None))
+        yield next((one for one in both if not refusal_of(*one)), both[0])
+    for names in re.findall(r"(?:export|set all of) ((?:[A-Z_]+,? ?(?:and )?)+)", said):
+        found = [name for name in re.split(r"[, ]+(?:and )?", names) if name in HAND]
+        yield environ | {name: HAND[name] for name in found}, None, None
+    if "has not set LOCAL_RANK" in said:
+        yield environ | {"LOCAL_RANK": "1"}, None, None
+    if address := re.search(r"launch\.master_addr(?:=(\S+))?", said):
+        yield environ, address[1] or "node3", None
+    if "give it as launch.master_port" in said:
+        yield environ, None, 29500
+    if "put srun before" in said:
+        yield environ | (HET if "components" in said else SRUN), None, None
+    if "put mpirun before" in said:
+        yield environ | OMPI, None, None
+    if "submit with --nodes=1" in said:
+        yield alone | BATCH_OF_ONE, None, None
+    if passed := re.search(r"pass .*(?:of|variables) .*?\b(srun|mpirun|mpiexec)\b", said):
+        yield environ | (HET if "components" in said else PASSED_ON[passed[1]]), None, None
+    if "srun's own variables" in said:
+        yield environ | SRUN, None, None
+    if "give it as 2 or" in said:
+        yield environ | {said.partition("=")[0]: "2"}, None, None
+
+
+def refusal_of(environ: Environ, addr: str | None, port: int | None) -> str | None:
+    try:
+        detect(environ, addr, port, read=test_launcher.read)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def check_launch(
+    environ: Environ, addr: str | None = None, port: int | None = None, steps: int = 6
+) -> int:
+    """Asserts that remedies end the refusal of an environment; returns how many were tried."""
+    said = refusal_of(environ, addr, port)
+    if said is None:
+        return 0
+    tried = list(launched(environ, said))
+    plain = re.search(r"it must be|whole number; give|cannot exceed|must look like|NODEFILE", said)
+    assert tried or plain, said
+    assert steps or not tried, said
+    return sum(
+        1 + check_launch(each, given or addr, number or port, steps - 1)
+        for each, given, number in tried
+    )
+
+
+@pytest.mark.parametrize("name", test_launcher.ROWS)
+def test_an_environment_is_known_after_each_remedy(name: str) -> None:
+    check_launch(test_launcher.ROWS[name][0])
+
+
+def test_most_refused_environments_have_a_remedy_that_is_tried() -> None:
+    refused = [environ for environ, right in test_launcher.ROWS.values() if isinstance(right, str)]
+    assert sum(check_launch(environ) > 0 for environ in refused) >= 0.8 * len(refused)
