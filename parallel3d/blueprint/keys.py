@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf
 from parallel3d.config.values import (
     FREE,
     LAYOUT,
@@ -185,8 +185,10 @@ _LINES = (
     "{placement} and {rank_file}"
 )
 CONFLICTS = (
-    Conflict({"placement": Is("file"), "rank_file": Is(None)}, _LINES, (("placement", "default"),)),
     Conflict(
-        {"placement": Other("file"), "rank_file": Other(None)}, _LINES, (("placement", "file"),)
+        {"placement": OneOf("file"), "rank_file": OneOf(None)}, _LINES, (("placement", "default"),)
+    ),
+    Conflict(
+        {"placement": NoneOf("file"), "rank_file": NoneOf(None)}, _LINES, (("placement", "file"),)
     ),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is
+from parallel3d.config.conflicts import Conflict, OneOf
 from parallel3d.config.values import (
     FREE,
     REFUSED,
@@ -65,7 +65,7 @@ class CheckpointConfig:
 
 CONFLICTS = (
     Conflict(
-        {"init_optimizer": Is(True), "init_from": Is(None)},
+        {"init_optimizer": OneOf(True), "init_from": OneOf(None)},
         "{init_optimizer} loads the optimizer's state from init_from=RUN, but init_from is not "
         "given",
         (("init_optimizer", False),),

@@ -26,8 +26,8 @@ from parallel3d.data.preprocess import (
     tokenize,
     train_tokenizer,
 )
-from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer, Tokenizer, open_tokenizer
+from parallel3d.data.tokenizer_check import unlike_theirs
 from parallel3d.errors import UserError, nearest_hint, print_line
 from parallel3d.files import plain, replace_durably
 from parallel3d.host.quotas import available_cores

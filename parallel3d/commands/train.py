@@ -21,15 +21,15 @@ from parallel3d.estimate.network import collective_time
 from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.probe import preflight
 from parallel3d.faults.watchdog import start_watchdog
+from parallel3d.loop.default_hooks import default_hooks
 from parallel3d.loop.evaluation import evaluate_only
 from parallel3d.loop.hooks import Run, spent
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.notices import acts_on_weights, log_notices
-from parallel3d.loop.open_text import make_trainer, open_text
+from parallel3d.loop.open_data import make_trainer, open_data
 from parallel3d.loop.recording import header_facts, open_recorder
 from parallel3d.loop.requeue import REQUEUE, leave_marker
 from parallel3d.loop.run_steps import run_steps
-from parallel3d.loop.usual_hooks import usual_hooks
 from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.metrics.recorder import Recorder
@@ -58,7 +58,7 @@ def train(config: Config, worker: Worker) -> None:
     assert watchdog is not None
     worker.phase = "opening the data"
     has_source = config.init_from is not None
-    data, corpus, sets = open_text(
+    data, corpus, sets = open_data(
         config.data, config.model, worker, groups, device, has_source=has_source
     )
     length_key = typed_length(config.train)  # the trainer turns epochs into tokens
@@ -193,7 +193,7 @@ def run(
         if recorder is not None:
             recorder.start(facts, checkpoints.lines)
         steps = Run(trainer, worker, recorder, checkpoints, first, trainer.length.last_step)
-        run_steps(steps, usual_hooks(steps))
+        run_steps(steps, default_hooks(steps))
         record_totals(trainer, recorder)
         watchdog.pause()
         worker.phase = "waiting for the checkpoint"

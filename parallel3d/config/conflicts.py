@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Is:
+class OneOf:
     """Condition that holds if the key has one of these values."""
 
     values: tuple[Any, ...]
@@ -30,7 +30,7 @@ class Is:
 
 
 @dataclass(frozen=True)
-class Other:
+class NoneOf:
     """Condition that holds if the key has none of these values."""
 
     values: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Other:
 
 
 @dataclass(frozen=True)
-class Where:
+class Matches:
     """Condition that holds if the value passes `test`; `such` is an example of such a value."""
 
     test: Callable[[Any], bool]
@@ -61,7 +61,7 @@ class Where:
         return self.such
 
 
-Condition = Is | Other | Where
+Condition = OneOf | NoneOf | Matches
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Conflict:
 
 def exclusive(*keys: str, unset: Any = None) -> tuple[Conflict, ...]:
     """Returns a conflict for each pair of mutually exclusive keys; `unset` is their default."""
-    given = Other(unset, None)
+    given = NoneOf(unset, None)
     return tuple(
         Conflict(
             {first: given, second: given},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf
 from parallel3d.config.values import (
     FREE,
     key,
@@ -34,12 +34,12 @@ class ContextParallelConfig:
 
 CONFLICTS = (
     Conflict(
-        {"tensor_parallel.attention": Is("gather_qk"), "cp": Other(1)},
+        {"tensor_parallel.attention": OneOf("gather_qk"), "cp": NoneOf(1)},
         "{tensor_parallel.attention} reads whole sequences, and {cp} splits them",
         (("tensor_parallel.attention", "heads"), ("cp", 1)),
     ),
     Conflict(
-        {"context_parallel.style": Is("ring"), "model.dropout": Other(0.0), "cp": Other(1)},
+        {"context_parallel.style": OneOf("ring"), "model.dropout": NoneOf(0.0), "cp": NoneOf(1)},
         "{context_parallel.style} merges parts of the softmax, and {model.dropout} would drop "
         "probabilities of each part",
         (("context_parallel.style", "gather"), ("model.dropout", 0.0)),

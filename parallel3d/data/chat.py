@@ -24,7 +24,7 @@ from parallel3d.data.chat_rows import (
     USER,
     Message,
     Refused,
-    Told,
+    RowReport,
     Unfit,
     parse,
     read_row,
@@ -534,7 +534,7 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
     Raises UserError if more rows than allowed are not conversations, or if no row is one.
     """
     _log.info(f"building the token cache: conversations in {count(len(chat.documents), 'file')}")
-    reader, told = Reader(chat.tokenizer, chat.template), Told()
+    reader, told = Reader(chat.tokenizer, chat.template), RowReport()
     for where, line in _rows(chat.documents):
         told.rows += 1
         try:
@@ -558,7 +558,7 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
     return {"told": told.lines()}
 
 
-def _judge(chat: Chat, told: Told, least: int) -> None:
+def _judge(chat: Chat, told: RowReport, least: int) -> None:
     """Raises UserError if too many rows are bad.
 
     The share of bad rows is checked from `least` rows on. If none is allowed, the first one raises.

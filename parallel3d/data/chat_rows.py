@@ -684,7 +684,7 @@ def _of_today(message: Message) -> Message:
 # Sentences about rows, which are logged at the start of a run
 
 
-class Told:
+class RowReport:
     """Counts rows, rows that are left out, and keys that nothing reads."""
 
     def __init__(self) -> None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.blend import Blended, StagedShares, WeightPeriod, whole_weights
+from parallel3d.data.boundary_tokens import BoundaryTokens, look_at_pair, look_at_turns
 from parallel3d.data.chat import (
     DTYPE,
     SPOKEN,
@@ -36,7 +37,6 @@ from parallel3d.data.chat import (
     write_chat,
 )
 from parallel3d.data.checks import Weights, blend_weights
-from parallel3d.data.foreign import Taught, look_at_pair, look_at_turns
 from parallel3d.data.formats import PROSE, TEXT, endings, file_name, named
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.packing import (
@@ -570,7 +570,7 @@ def _open_pair(
         pair = IndexedCorpus(prefix, named)
         kept = facts_beside(pair.prefix)
     facts, name = _facts(data, pair, tokenizer, kept)
-    taught = Taught(Roles(facts.begin, ()))
+    taught = BoundaryTokens(Roles(facts.begin, ()))
     if kept is None:
         assert tokenizer is not None  # `_facts` ensures this
         taught = look_at_pair(pair, tokenizer, name)

@@ -17,9 +17,9 @@ from parallel3d.data.formats import (
     PROSE,
     ROWS_ENDS,
     TEXT,
-    Door,
     Form,
-    NotTaken,
+    InputRules,
+    UnsupportedFile,
     are_rows,
     check_kind,
     endings,
@@ -95,7 +95,7 @@ class Sorted(NamedTuple):
 
 def sort_out(
     files: Mapping[str, bytes | None],
-    door: Door = INPUT,
+    rules: InputRules = INPUT,
     *,
     typed: str | None = None,
     pattern: str = "",
@@ -104,8 +104,8 @@ def sort_out(
 ) -> Sorted:
     """Sorts the files of a folder or glob.
 
-    Raises NotTaken for a cache of the Hugging Face hub and, unless most files are code, for a file
-    whose ending is read but whose bytes differ from it.
+    Raises UnsupportedFile for a cache of the Hugging Face hub and, unless most files are code, for
+    a file whose ending is read but whose bytes differ from it.
 
     Args:
         files: the first bytes of each file by its relative name; b"" if the file is empty, None if
@@ -120,7 +120,7 @@ def sort_out(
     left_out: dict[str, list[str]] = {}
     forms = _by_name(files, typed, pattern, left_out)
     if typed is None:
-        _leave_out_info(forms, files, door, left_out)
+        _leave_out_info(forms, files, rules, left_out)
         _leave_out_text(forms, left_out)
     # In a folder of code, broken files are examples for tests, not data.
     is_code = sum(_end(below) in CODE for below in forms) * 2 > len(forms)
@@ -128,8 +128,8 @@ def sort_out(
     for below, form in forms.items():
         head = files[below]
         try:
-            taken[below] = judged(below.rpartition("/")[2], head, door, typed=typed, web=web)
-        except NotTaken as error:
+            taken[below] = judged(below.rpartition("/")[2], head, rules, typed=typed, web=web)
+        except UnsupportedFile as error:
             is_data = form.kind != TEXT or _end(below) in ("", *PROSE)
             if head != b"" and is_data and not is_code:
                 raise _in_folder(below, error) from None
@@ -137,8 +137,8 @@ def sort_out(
     splits = _leave_out_splits(taken, left_out, set(words_of(pattern)), held_out)
     for name, form in taken.items():
         try:
-            check_kind(form, door)
-        except NotTaken as error:
+            check_kind(form, rules)
+        except UnsupportedFile as error:
             raise _in_folder(name, error) from None
     return Sorted(taken, splits, left_out)
 
@@ -183,8 +183,10 @@ def _is_spelled(end: str, pattern: str) -> bool:
     return bool(end) and pattern.lower().endswith(end.lower())
 
 
-def _in_folder(below: str, error: NotTaken) -> NotTaken:
-    return NotTaken(f"holds {plain(below)}, which {error}; or name the files to take, or a glob")
+def _in_folder(below: str, error: UnsupportedFile) -> UnsupportedFile:
+    return UnsupportedFile(
+        f"holds {plain(below)}, which {error}; or name the files to take, or a glob"
+    )
 
 
 def _no_document(below: str) -> str | None:
@@ -206,18 +208,18 @@ def _no_document(below: str) -> str | None:
 def _leave_out_info(
     forms: dict[str, Form],
     files: Mapping[str, bytes | None],
-    door: Door,
+    rules: InputRules,
     left_out: dict[str, list[str]],
 ) -> None:
     """Leaves out .json files that describe others; those that certainly hold rows remain.
 
     Next to other files of rows or prose, and next to a .json that certainly holds rows, a single
-    object without a key of `door` is a description, as dataset_infos.json is. A long one is a row
+    object without a key of `rules` is a description, as dataset_infos.json is. A long one is a row
     if it begins with the key that rows of other files begin with.
     """
     found = ((below, files[below]) for below in forms if endings(below) == (".json", ""))
     heads = {below: head for below, head in found if head}
-    certain = {below for below, head in heads.items() if _are_certain(head, door)}
+    certain = {below for below, head in heads.items() if _are_certain(head, rules)}
     rows = [
         files[below]
         for below, form in forms.items()
@@ -236,12 +238,12 @@ def _leave_out_info(
         left_out.setdefault("JSON that holds no rows", []).append(below)
 
 
-def _are_certain(head: bytes, door: Door) -> bool:
+def _are_certain(head: bytes, rules: InputRules) -> bool:
     """Returns whether JSON holds several objects, or one with a key of a row."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
         return True
-    return (are_rows(head) and b"\n{" in text) or not {*keys_of(head)}.isdisjoint(door.keys)
+    return (are_rows(head) and b"\n{" in text) or not {*keys_of(head)}.isdisjoint(rules.keys)
 
 
 def _leave_out_text(forms: dict[str, Form], left_out: dict[str, list[str]]) -> None:
@@ -255,7 +257,7 @@ def _leave_out_text(forms: dict[str, Form], left_out: dict[str, list[str]]) -> N
 
 
 def _check_cache(files: Iterable[str]) -> None:
-    """Raises NotTaken for a cache folder of the Hugging Face hub, which holds each file twice."""
+    """Raises UnsupportedFile for a cache folder of the Hugging Face hub, which has files twice."""
     found: dict[str, dict[str, str]] = {}
     for below in files:
         parts = below.split("/")
@@ -265,7 +267,7 @@ def _check_cache(files: Iterable[str]) -> None:
                 found.setdefault("/".join(parts[:at]), {})[kind] = "/".join(parts[: at + 2])
     for there in found.values():
         if len(there) == 2:
-            raise NotTaken(
+            raise UnsupportedFile(
                 "is a cache of the Hugging Face hub and holds each file twice: give one of its "
                 f"snapshots, such as {plain(there['snapshots'])}"
             )
@@ -276,7 +278,8 @@ def _leave_out_splits(
 ) -> dict[str, str]:
     """Leaves out files named test, valid and so on if there are other files; returns all splits.
 
-    Raises NotTaken if files for evaluation are wanted but the folder holds files to train on, too.
+    Raises UnsupportedFile if files for evaluation are wanted but the folder holds files to train
+    on, too.
     """
     # An ending of two letters may be a language: dev.cs next to train.cs is Czech, not C#.
     languages = {_end(name) for name in taken if split_of(name) == TRAIN and len(_end(name)) == 3}
@@ -287,7 +290,7 @@ def _leave_out_splits(
     if not held or not others:
         return splits
     if held_out:
-        raise NotTaken(
+        raise UnsupportedFile(
             f"holds files to train on ({_some(others)}) and held-out ones ({_some(held)}): name "
             "the files to evaluate, or a glob that matches only them"
         )
@@ -310,7 +313,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_twins(addresses: Iterable[str]) -> None:
-    """Raises NotTaken for two files with the same name and probably the same content.
+    """Raises UnsupportedFile for two files with the same name and probably the same content.
 
     One of them is packed, as after `gzip -k`, or they have the same rows in two formats.
     """
@@ -325,7 +328,7 @@ def check_twins(addresses: Iterable[str]) -> None:
         for key in keys:
             other = seen.setdefault((folder, key), name)
             if other != name:
-                raise NotTaken(
+                raise UnsupportedFile(
                     f"holds both {plain(other)} and {plain(name)}, whose names suggest the same "
                     "content: name one of them, or a glob that matches only one"
                 )

@@ -95,7 +95,7 @@ MOST_CONTROLS = 0.01  # largest number of control characters, as a fraction of a
 BROKEN = 1000  # at most one in this many characters of a text may be replaced
 
 
-class NotTaken(ValueError):
+class UnsupportedFile(ValueError):
     """Raised for a file that is not read; the message follows the file's name."""
 
 
@@ -109,8 +109,8 @@ class Form(NamedTuple):
         return f"{self.kind}{self.packed}"
 
 
-class Door(NamedTuple):
-    """A place where users name files, and the rules for files named there.
+class InputRules(NamedTuple):
+    """The rules for files that users name in one place.
 
     Attributes:
         key: the configuration key, for errors.
@@ -129,15 +129,15 @@ class Door(NamedTuple):
     keys: tuple[str, ...] = ("text",)
 
 
-INPUT = Door("input", "give format=")
+INPUT = InputRules("input", "give format=")
 _TOKENIZE = "make a corpus of it with `parallel3d data tokenize` "
-PATH = Door("data.path", f"{_TOKENIZE}format=", KINDS, f"{_TOKENIZE}text_key=")
+PATH = InputRules("data.path", f"{_TOKENIZE}format=", KINDS, f"{_TOKENIZE}text_key=")
 CHAT = PATH._replace(
     kinds=(LINES, PARQUET),
     remedy="write one conversation per row",
     keys=(*LISTS, PROMPT),
 )
-TASKS = Door(
+TASKS = InputRules(
     *("tasks", "write it as ", (LINES, PARQUET)),
     remedy="write one question per row",
     keys=("context",),
@@ -179,11 +179,11 @@ def named(name: str, typed: str | None = None) -> Form | None:
     return Form(kind, packed)
 
 
-def read_by(door: Door) -> str:
+def read_by(rules: InputRules) -> str:
     """Returns the words for what is read from a place where users name files."""
     text = f", text from {' '.join(PROSE)}, code and names without an ending"
     pairs = ", and pairs of .bin and .idx with data=corpus"
-    if TEXT not in door.kinds:
+    if TEXT not in rules.kinds:
         text = pairs = ""
     return (
         f"rows are read from {' '.join(ROWS_ENDS)}{text}, all but parquet also as "
@@ -191,17 +191,17 @@ def read_by(door: Door) -> str:
     )
 
 
-def not_read(name: str, door: Door, what: str = "") -> NotTaken:
+def not_read(name: str, rules: InputRules, what: str = "") -> UnsupportedFile:
     """Returns the error for a file whose ending is not read; `what` describes its content."""
     end, packed = endings(name)
     ends = f"{end}{os.path.splitext(name)[1] if packed else ''}"
     holds = f", and holds {what}" if what else ""
-    may_be_text = TEXT in door.kinds and what not in (NO_TEXT, *NAMES.values())
+    may_be_text = TEXT in rules.kinds and what not in (NO_TEXT, *NAMES.values())
     bare, last = os.path.splitext(name) if packed else (name, "")
     text = f", or, if it is text, name it {plain(bare)}.txt{last}" if may_be_text else ""
-    return NotTaken(
-        f"ends in {plain(ends)}, which is not read{holds}: {read_by(door)}; unpack an archive, and "
-        f"{door.remedy} of a .jsonl{text}"
+    return UnsupportedFile(
+        f"ends in {plain(ends)}, which is not read{holds}: {read_by(rules)}; unpack an archive, "
+        f"and {rules.remedy} of a .jsonl{text}"
     )
 
 
@@ -261,37 +261,37 @@ def encoding_of(head: bytes) -> str | None:
 
 
 def check_packing(
-    name: str, form: Form, head: bytes, door: Door = INPUT, *, typed: bool = False
+    name: str, form: Form, head: bytes, rules: InputRules = INPUT, *, typed: bool = False
 ) -> None:
     """Checks that the first stored bytes of a file agree with its format.
 
-    `typed` is true if the user gave the kind. Raises NotTaken for bytes of another compression, and
-    for bytes of a format that is not read.
+    `typed` is true if the user gave the kind. Raises UnsupportedFile for bytes of another
+    compression, and for bytes of a format that is not read.
     """
     found = content_of(head)
     if form.packed:
         if found != form.packed:
-            raise NotTaken(
+            raise UnsupportedFile(
                 f"is {NAMES[form.packed]} by its name but {_what(found, head)} by its first bytes:"
                 " fix its name, or fetch it again"
             )
         return
     for text, what, command in _POINTERS:
         if head.startswith(text):
-            raise NotTaken(f"is {what} by its first bytes: fetch the file with `{command}`")
+            raise UnsupportedFile(f"is {what} by its first bytes: fetch the file with `{command}`")
     if found == PARQUET != form.kind:
-        raise NotTaken(
+        raise UnsupportedFile(
             f"is parquet by its first bytes but not by its name: name it "
-            f"{_bare(name)}.parquet, or {door.other}parquet"
+            f"{_bare(name)}.parquet, or {rules.other}parquet"
         )
     if found is not None and found != form.kind:
-        raise NotTaken(
+        raise UnsupportedFile(
             f"is {NAMES[found]} by its first bytes but not by its name: name it {name}{found}, or "
             "unpack it"
         )
     if form.kind == PARQUET and found is None:
         by, remedy = ("format=", "leave format= out") if typed else ("its name", "fix the name")
-        raise NotTaken(
+        raise UnsupportedFile(
             f"is parquet by {by} but {_what(found, head)} by its first bytes: {remedy}, or fetch "
             "it again"
         )
@@ -301,7 +301,7 @@ def check_content(
     name: str,
     form: Form,
     head: bytes,
-    door: Door = INPUT,
+    rules: InputRules = INPUT,
     *,
     typed: bool = False,
     web: bool = False,
@@ -309,41 +309,43 @@ def check_content(
     """Checks that the first bytes of a file's unpacked content agree with its format.
 
     `typed` is true if the user gave the kind, and `web` if the file is from a web server. Raises
-    NotTaken for bytes of another kind.
+    UnsupportedFile for bytes of another kind.
     """
     if form.packed:
         found = content_of(head)
         if found is not None:
-            raise NotTaken(f"holds {NAMES[found]} inside its {NAMES[form.packed]}: {UNPACK}")
+            raise UnsupportedFile(f"holds {NAMES[found]} inside its {NAMES[form.packed]}: {UNPACK}")
     if form.kind == PARQUET:
         return
     end = endings(name)[0]
     encoding = encoding_of(head)
     if encoding is not None:
         if form.kind == LINES:
-            raise NotTaken(
+            raise UnsupportedFile(
                 f"is {encoding.upper()}, but jsonl must be UTF-8: {iconv(encoding.upper())}"
             )
         return
     at = head.find(b"\x00")
     if at >= 0:
-        raise NotTaken(_nul(at))
+        raise UnsupportedFile(_nul(at))
     if form.kind == LINES:
         if _PAGE.match(head):
-            raise NotTaken("is a page of HTML, perhaps a server's answer: fetch the file again")
+            raise UnsupportedFile(
+                "is a page of HTML, perhaps a server's answer: fetch the file again"
+            )
         return
     if typed:
         return
     # No code begins with two JSON objects: a .jl file that does so holds JSON lines, not Julia.
     if are_rows(head) and (end not in CODE or b"\n{" in head):
-        raise NotTaken(
+        raise UnsupportedFile(
             f"holds JSON lines by its first bytes, but is text by its name: name it "
-            f"{_bare(name)}.jsonl, or {door.other}jsonl; to keep its raw lines, {door.other}text"
+            f"{_bare(name)}.jsonl, or {rules.other}jsonl; to keep its raw lines, {rules.other}text"
         )
     if _PAGE.match(head) and (end not in CODE or web):
-        raise NotTaken(
+        raise UnsupportedFile(
             f"is a page of HTML, perhaps a server's answer instead of the file: fetch it again; "
-            f"if it is meant to be HTML, {door.other}text"
+            f"if it is meant to be HTML, {rules.other}text"
         )
 
 
@@ -361,7 +363,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\\n\r]|\\.)*"|[\[\]{},"]')
 def in_lines(content: bytes) -> bytes:
     """Returns the items of a JSON list, or JSON objects that follow each other, one per line.
 
-    Raises NotTaken for content that ends inside an item, or goes on after the list.
+    Raises UnsupportedFile for content that ends inside an item, or goes on after the list.
     """
     content = content.removeprefix(codecs.BOM_UTF8).strip()
     is_list = content.startswith(b"[")
@@ -373,7 +375,7 @@ def in_lines(content: bytes) -> bytes:
     for found in _TOKEN.finditer(content):
         token, at = found[0], found.start()
         if token == b'"':
-            raise NotTaken(
+            raise UnsupportedFile(
                 f"is not JSON: the text at byte {at:,} has no end in its line; fix it, or fetch "
                 "the file again if it was cut short"
             )
@@ -393,15 +395,19 @@ def in_lines(content: bytes) -> bytes:
             start = found.end()
     rest = content[start:].strip()
     if depth:
-        raise NotTaken("is not JSON: it ends inside an item, so it was cut short; fetch it again")
+        raise UnsupportedFile(
+            "is not JSON: it ends inside an item, so it was cut short; fetch it again"
+        )
     if rest:
         shown = plain(rest[:40].decode(errors="replace"))
         what = f"its list ends before {shown!r}" if is_list else f"it ends in {shown!r}"
-        raise NotTaken(f"is not JSON: {what}; name it .jsonl if each line is a row, or fix it")
+        raise UnsupportedFile(
+            f"is not JSON: {what}; name it .jsonl if each line is a row, or fix it"
+        )
     if is_list and lines == [b""]:
         return b""
     if not all(lines):
-        raise NotTaken("is not JSON: its list has an empty item; fix it")
+        raise UnsupportedFile("is not JSON: its list has an empty item; fix it")
     # No item has a line break in a text, so that every break is a blank between two tokens.
     return b"".join(re.sub(rb"[\r\n]+", b" ", line) + b"\n" for line in lines)
 
@@ -478,7 +484,7 @@ def text_of(content: bytes) -> tuple[str, int]:
     """Returns the text of a whole file, and the number of replaced characters.
 
     The file must be UTF-8, with or without a byte order mark, or UTF-16 or UTF-32 with such a mark,
-    which is dropped. Raises NotTaken as `check_text` does.
+    which is dropped. Raises UnsupportedFile as `check_text` does.
     """
     broken = check_text([content])
     return content.decode(encoding_of(content) or "utf-8-sig", "replace"), broken
@@ -487,8 +493,8 @@ def text_of(content: bytes) -> tuple[str, int]:
 def check_text(blocks: Iterable[bytes]) -> int:
     """Checks the bytes of a text file; returns the number of replaced characters.
 
-    Raises NotTaken for NULs, for many control characters, and if more than one character in BROKEN
-    is replaced.
+    Raises UnsupportedFile for NULs, for many control characters, and if more than one character in
+    BROKEN is replaced.
     """
     decoder = None
     size = characters = broken = controls = 0
@@ -498,23 +504,27 @@ def check_text(blocks: Iterable[bytes]) -> int:
             encoding = encoding_of(block)
             decoder = codecs.getincrementaldecoder(encoding or "utf-8-sig")("replace")
         if encoding is None and (at := block.find(b"\x00")) >= 0:
-            raise NotTaken(_nul(size + at))
+            raise UnsupportedFile(_nul(size + at))
         if encoding is None:
             controls += len(block) - len(block.translate(None, CONTROLS))
         text = decoder.decode(block, final=not block)
         if (at := text.find("\x00")) >= 0:
-            raise NotTaken(f"is not text: it has a NUL at character {characters + at:,}; fix it")
+            raise UnsupportedFile(
+                f"is not text: it has a NUL at character {characters + at:,}; fix it"
+            )
         if shift := re.search("\x1b\\$[@B]", text):
             place = characters + shift.start()
-            raise NotTaken(f"is ISO-2022-JP at character {place:,}: {iconv('ISO-2022-JP')}")
+            raise UnsupportedFile(f"is ISO-2022-JP at character {place:,}: {iconv('ISO-2022-JP')}")
         if first < 0 and (at := text.find("\ufffd")) >= 0:
             first = characters + at
         broken += text.count("\ufffd")
         size, characters = size + len(block), characters + len(text)
     if controls > MOST_CONTROLS * size:
-        raise NotTaken(f"is not text: {controls:,} of its {size:,} bytes are control characters")
+        raise UnsupportedFile(
+            f"is not text: {controls:,} of its {size:,} bytes are control characters"
+        )
     if broken * BROKEN > characters:
-        raise NotTaken(
+        raise UnsupportedFile(
             f"is not {encoding or 'utf-8'}: {broken:,} of its {characters:,} characters are "
             f"invalid, the first at character {first:,}; {iconv()}"
         )
@@ -524,7 +534,7 @@ def check_text(blocks: Iterable[bytes]) -> int:
 def judged(
     name: str,
     head: bytes | None,
-    door: Door = INPUT,
+    rules: InputRules = INPUT,
     *,
     typed: str | None = None,
     web: bool = False,
@@ -533,28 +543,28 @@ def judged(
 
     If `head` is None, the name alone decides. If the user gave the kind `typed`, the first bytes
     determine the compression. A file whose ending the grammar lacks is text if its first bytes are
-    text beyond doubt. Raises NotTaken for a file that is not read.
+    text beyond doubt. Raises UnsupportedFile for a file that is not read.
     """
     form = named(name, typed)
     if form is None and (typed is not None or not head):
-        raise not_read(name, door)
+        raise not_read(name, rules)
     is_known, form = form is not None, form or Form(TEXT, endings(name)[1])
     if head:
         found = content_of(head)
         if not is_known and found not in (None, form.packed):
-            raise not_read(name, door, NAMES[found])
+            raise not_read(name, rules, NAMES[found])
         if typed and not form.packed and found is not None and found in NAMES.keys() - {PARQUET}:
             form = form._replace(packed=found)
-        check_packing(name, form, head, door, typed=typed is not None)
+        check_packing(name, form, head, rules, typed=typed is not None)
         try:
             inner = first_unpacked(form.packed, head, HEAD)
         except Exception as error:  # each library raises its own errors
             what = f"cannot be unpacked as {NAMES[form.packed]}"
-            raise NotTaken(f"{what} ({plain(str(error))}): fetch it again") from None
+            raise UnsupportedFile(f"{what} ({plain(str(error))}): fetch it again") from None
         if not is_known and (what := _no_prose(inner)):
-            raise not_read(name, door, what)
+            raise not_read(name, rules, what)
         if inner:
-            check_content(name, form, inner, door, typed=typed is not None, web=web)
+            check_content(name, form, inner, rules, typed=typed is not None, web=web)
     return form
 
 
@@ -579,8 +589,8 @@ def _no_prose(head: bytes) -> str:
     return ""
 
 
-def check_kind(form: Form, door: Door) -> None:
-    """Raises NotTaken for a kind that is not read from the place where the user named the file."""
-    if form.kind not in door.kinds:
-        kinds = " or ".join(door.kinds)
-        raise NotTaken(f"is {form.kind}, but {door.key} takes {kinds} here: {door.remedy}")
+def check_kind(form: Form, rules: InputRules) -> None:
+    """Raises UnsupportedFile for a kind that is not read where the user named the file."""
+    if form.kind not in rules.kinds:
+        kinds = " or ".join(rules.kinds)
+        raise UnsupportedFile(f"is {form.kind}, but {rules.key} takes {kinds} here: {rules.remedy}")

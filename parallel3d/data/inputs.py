@@ -30,9 +30,9 @@ from parallel3d.data.formats import (
     LINES,
     PARQUET,
     TEXT,
-    Door,
     Form,
-    NotTaken,
+    InputRules,
+    UnsupportedFile,
     check_content,
     check_packing,
     file_name,
@@ -84,7 +84,7 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         try:
             head = stored.peek(HEAD)[:HEAD]
             if head:
-                check_packing(source.name, source.form, head, source.door, typed=source.typed)
+                check_packing(source.name, source.form, head, source.rules, typed=source.typed)
             if source.packed:
                 content = io.BufferedReader(Unpacked(stored, source.packed), BUFFER)
                 head = content.peek(HEAD)[:HEAD]
@@ -93,7 +93,7 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                     source.name,
                     source.form,
                     head,
-                    source.door,
+                    source.rules,
                     typed=source.typed,
                     web=is_web(source.address),
                 )
@@ -102,7 +102,7 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 if len(whole) > LARGEST_DOCUMENT:
                     raise _too_large(source, "is JSON over several lines")
                 content = cast("io.BufferedReader[io.RawIOBase]", io.BytesIO(in_lines(whole)))
-        except NotTaken as error:
+        except UnsupportedFile as error:
             raise not_taken(source, error) from None
         yield content, stored
 
@@ -112,7 +112,7 @@ def is_web(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
-def not_taken(source: Input, error: NotTaken) -> UserError:
+def not_taken(source: Input, error: UnsupportedFile) -> UserError:
     """Returns the UserError for a file whose name or bytes are refused."""
     return UserError(f"{source.key}={show(source.shown)} {error}")
 
@@ -297,7 +297,7 @@ def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
             )
         if text_key not in names:
             remedy = "text_key must be one of" if source.key == INPUT.key else "it has"
-            more = f"; {source.door.column}" if source.door.column else ""
+            more = f"; {source.rules.column}" if source.rules.column else ""
             raise UserError(
                 f"{source.key}={show(source.shown)} has no column {show(text_key)}: {remedy} "
                 f"{plain(', '.join(names))}{more}"
@@ -328,7 +328,7 @@ def _of_files(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
             raise _too_large(source, "is one document")
         try:
             text, broken = text_of(whole)
-        except NotTaken as error:
+        except UnsupportedFile as error:
             count.leave_out(source.name, str(error))
             continue
         count.broken += broken > 0
@@ -542,7 +542,7 @@ class Input:
         kind, packed: the formats of its content and of its compression.
         stamp: the file's version, a time or an ETag; "" if neither is known.
         typed: whether the user gave the kind.
-        door: the place where the user named the file.
+        rules: the place where the user named the file.
         split: the split that the name indicates if the file is from a folder; "" for none.
     """
 
@@ -552,7 +552,7 @@ class Input:
     size: int  # bytes as stored
     stamp: str
     typed: bool = False
-    door: Door = INPUT
+    rules: InputRules = INPUT
     split: str = ""
 
     @property
@@ -572,7 +572,7 @@ class Input:
     @property
     def key(self) -> str:
         """The key under which errors name the file."""
-        return self.door.key
+        return self.rules.key
 
     @property
     def shown(self) -> str:
@@ -615,7 +615,7 @@ def take_inputs(given: str, kind: str | None = None, text_key: str = "text") -> 
         )
     try:
         check_twins(each.address for each in found.values())
-    except NotTaken as error:
+    except UnsupportedFile as error:
         raise UserError(f"input={show(given)} {error}") from None
     return Taken(list(found.values()), lines)
 
@@ -678,9 +678,9 @@ def _inputs_of(item: str, kind: str | None, text_key: str) -> tuple[list[Input],
         }
         pattern = "" if info else path[len(fixed) :]
         try:
-            door = INPUT._replace(keys=(text_key,))
-            found = sort_out(heads, door, typed=kind, pattern=pattern, web=is_web(item))
-        except NotTaken as error:
+            rules = INPUT._replace(keys=(text_key,))
+            found = sort_out(heads, rules, typed=kind, pattern=pattern, web=is_web(item))
+        except UnsupportedFile as error:
             raise UserError(f"input={show(item)} {error}") from None
         key = f"input={show(item)}"
         returns = said_of_returns(heads, found.taken)
@@ -708,7 +708,7 @@ def said(named: str, found: Sorted) -> list[str]:
 def _form_of(item: str, name: str, head: bytes | None, kind: str | None) -> Form:
     try:
         return judged(name, head, typed=kind, web=is_web(item))
-    except NotTaken as error:
+    except UnsupportedFile as error:
         raise UserError(f"input={show(item)} {error}") from None
 
 

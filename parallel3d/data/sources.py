@@ -29,9 +29,9 @@ from parallel3d.data.formats import (
     HEAD,
     PATH,
     TEXT,
-    Door,
     Form,
-    NotTaken,
+    InputRules,
+    UnsupportedFile,
     check_kind,
     check_text,
     encoding_of,
@@ -139,7 +139,7 @@ def take_documents(data: DataConfig) -> Documents:
     return Documents(ordered, lines)
 
 
-def door_of(data: DataConfig) -> Door:
+def door_of(data: DataConfig) -> InputRules:
     """Returns the rules by which the files of `data.path` are read."""
     return CHAT if data.name == "chat" else PATH
 
@@ -161,24 +161,26 @@ def _stdlib_documents() -> list[Document]:
     return documents
 
 
-def _text_documents(path: str, door: Door, held_out: bool) -> tuple[list[Document], list[str]]:
+def _text_documents(
+    path: str, rules: InputRules, held_out: bool
+) -> tuple[list[Document], list[str]]:
     items = items_of(path, f"data.path={path}", _HOW)
     found: dict[str, Document] = {}
     lines: list[str] = []
     for item in items:
-        documents, of_item = _documents_of(item, door, held_out)
+        documents, of_item = _documents_of(item, rules, held_out)
         lines += of_item
         for document in documents:
             # A file reached twice (folder and glob, or a link) is one document.
             found.setdefault(os.path.realpath(document.path), document)
     try:
         check_twins(document.path for document in found.values())
-    except NotTaken as error:
+    except UnsupportedFile as error:
         raise UserError(f"data.path={path} {error}") from None
     return list(found.values()), lines
 
 
-def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document], list[str]]:
+def _documents_of(item: str, rules: InputRules, held_out: bool) -> tuple[list[Document], list[str]]:
     """Returns the documents of one file, folder or glob of data.path.
 
     It also returns lines on how the files of a folder or glob are read.
@@ -213,8 +215,8 @@ def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document]
     try:
         if is_one:
             (document,) = documents
-            form = judged(document.name, heads[document.name], door)
-            check_kind(form, door)
+            form = judged(document.name, heads[document.name], rules)
+            check_kind(form, rules)
             lines = [
                 f"{key}: {line}"
                 for line in (
@@ -224,13 +226,13 @@ def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document]
             ]
             return [_of_form(document, form, heads[document.name])], lines
         pattern = "" if is_folder else path[len(_fixed(path)) :]
-        found = sort_out(heads, door, pattern=pattern, held_out=held_out)
-    except NotTaken as error:
+        found = sort_out(heads, rules, pattern=pattern, held_out=held_out)
+    except UnsupportedFile as error:
         raise UserError(f"{key} {error}") from None
     lines = [*said(key, found), *(f"{key}: {line}" for line in said_of_returns(heads, found.taken))]
     if not found.taken:
         left = "; ".join(left_out_lines(found.left_out))
-        raise UserError(f"{key} holds no documents: {left}; {read_by(door)}; {_HOW}")
+        raise UserError(f"{key} holds no documents: {left}; {read_by(rules)}; {_HOW}")
     taken = [each for each in documents if each.name in found.taken]
     return [_of_form(each, found.taken[each.name], heads[each.name]) for each in taken], lines
 
@@ -449,7 +451,7 @@ def _add_bytes(
         count.rows += 1
         try:
             broken += check_text(blocks_of(document)) > 0
-        except NotTaken as error:
+        except UnsupportedFile as error:
             count.leave_out(document.path, str(error))
             continue
         for text in blocks_of(document):
@@ -466,7 +468,7 @@ def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
             count.rows += 1
             try:
                 text, broken = text_of(_whole(document))
-            except NotTaken as error:
+            except UnsupportedFile as error:
                 count.leave_out(document.path, str(error))
                 continue
             count.broken += broken > 0
@@ -480,10 +482,10 @@ def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
         check_unchanged(document, os.stat(document.path))
 
 
-def input_of(document: Document, door: Door) -> Input:
+def input_of(document: Document, rules: InputRules) -> Input:
     """Returns a document as an input, whose rows can be read."""
     address = f"{LOCAL}{os.path.abspath(document.path)}"
-    return Input(address, document.kind, document.packed, document.size, "", door=door)
+    return Input(address, document.kind, document.packed, document.size, "", rules=rules)
 
 
 def _whole(document: Document) -> bytes:

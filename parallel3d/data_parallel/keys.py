@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf
 from parallel3d.config.values import (
     FREE,
     LAYOUT,
@@ -84,26 +84,26 @@ class DataParallelConfig:
 CONFLICTS = (
     *(
         Conflict(
-            {key: Other(off), "zero": Other(0)},
+            {key: NoneOf(off), "zero": NoneOf(0)},
             f"{{{key}}} applies to sums of whole gradients, and {{zero}} scatters them",
             (("zero", 0), (key, off)),
         )
         for key, off in (("ddp.hierarchical", False), ("ddp.comm_hook", "none"))
     ),
     Conflict(
-        {"ddp.comm_hook": Other("none"), "ddp.hierarchical": Is(True)},
+        {"ddp.comm_hook": NoneOf("none"), "ddp.hierarchical": OneOf(True)},
         "{ddp.comm_hook} and {ddp.hierarchical} are two ways to sum a bucket",
         (("ddp.hierarchical", False), ("ddp.comm_hook", "none")),
     ),
     *(
         Conflict(
-            {key: given, "zero": Is(0, 1)},
+            {key: given, "zero": OneOf(0, 1)},
             f"{{{key}}} only has an effect with zero=2 and zero=3, not with {{zero}}",
             ((key, None),),
         )
         for key, given in (
-            ("ddp.reduce_every_microbatch", Is(True)),
-            ("ddp.shard_size", Other(None)),
+            ("ddp.reduce_every_microbatch", OneOf(True)),
+            ("ddp.shard_size", NoneOf(None)),
         )
     ),
 )

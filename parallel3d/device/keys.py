@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf
 from parallel3d.config.values import (
     FREE,
     key,
@@ -76,7 +76,7 @@ class PrecisionConfig:
 
 
 NO_TF32 = Conflict(
-    {"precision.name": Is("tf32"), "device": Is("cpu")},
+    {"precision.name": OneOf("tf32"), "device": OneOf("cpu")},
     "{precision.name} is a mode of a GPU's tensor cores, and this run computes on the CPU",
     (("precision.name", "fp32"),),
 )
@@ -84,7 +84,7 @@ CONFLICTS = (
     NO_TF32,
     *(
         Conflict(
-            {key: Other(off), "precision.name": Other("fp16")},
+            {key: NoneOf(off), "precision.name": NoneOf("fp16")},
             f"{{{key}}} is only for precision=fp16, not {{precision.name}}",
             ((key, off), ("precision.name", "fp16")),
         )

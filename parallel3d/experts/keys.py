@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other, Where
+from parallel3d.config.conflicts import Conflict, Matches, NoneOf, OneOf
 from parallel3d.config.values import (
     AUTO,
     FREE,
@@ -134,28 +134,28 @@ def _shards_gradients(zero: int) -> bool:
     return zero > 1
 
 
-EXPERTS = Where(_is_mixture, 8)
+EXPERTS = Matches(_is_mixture, 8)
 
 CONFLICTS = (
     Conflict(
-        {"model.num_experts": EXPERTS, "tp": Other(1), "sp": Is(False)},
+        {"model.num_experts": EXPERTS, "tp": NoneOf(1), "sp": OneOf(False)},
         "{model.num_experts} needs each token on one rank, but {sp} repeats the tokens on {tp} "
         "ranks",
         (("sp", True), ("tp", 1)),
     ),
     Conflict(
-        {"model.num_experts": EXPERTS, "model.bias": Is(True)},
+        {"model.num_experts": EXPERTS, "model.bias": OneOf(True)},
         "{model.num_experts}: experts have no biases, but {model.bias}",
         (("model.bias", False),),
     ),
     Conflict(
-        {"model.num_experts": Is(0), "ep": Other(1)},
+        {"model.num_experts": OneOf(0), "ep": NoneOf(1)},
         "{ep} divides experts over ranks, but {model.num_experts}",
         (("ep", 1),),
     ),
     *(
         Conflict(
-            {"moe.overlap": Is(True), other: Other(on)},
+            {"moe.overlap": OneOf(True), other: NoneOf(on)},
             "{moe.overlap} runs a forward and a backward of one rank in turns, which does not work "
             f"with {{{other}}}",
             ((other, on), ("moe.overlap", False)),
@@ -163,31 +163,31 @@ CONFLICTS = (
         for other, on in (("pp", 1), ("schedule.name", "1f1b"), ("offload_layers", None))
     ),
     Conflict(
-        {"moe.overlap": Is(True), "model.tie_embeddings": Is(True)},
+        {"moe.overlap": OneOf(True), "model.tie_embeddings": OneOf(True)},
         "{moe.overlap} would add two gradients to one table at the same time, as "
         "{model.tie_embeddings} makes embedding and head share it",
         (("moe.overlap", False), ("model.tie_embeddings", False)),
     ),
     Conflict(
-        {"moe.overlap": Is(True), "schedule.timeline": Is(True)},
+        {"moe.overlap": OneOf(True), "schedule.timeline": OneOf(True)},
         "{moe.overlap} interleaves the actions that {schedule.timeline} times one by one",
         (("schedule.timeline", False), ("moe.overlap", False)),
     ),
     Conflict(
-        {"moe.overlap": Is(True), "ep": Is(1)},
+        {"moe.overlap": OneOf(True), "ep": OneOf(1)},
         "{moe.overlap} hides the time in which tokens travel to other ranks, but {ep} has "
         "no such time",
         (("moe.overlap", False),),
     ),
     Conflict(
-        {"moe.overlap": Is(True), "zero": Where(_shards_gradients, 2)},
+        {"moe.overlap": OneOf(True), "zero": Matches(_shards_gradients, 2)},
         "{moe.overlap} runs a forward and a backward at the same time, but FSDP2, which {zero} "
         "uses, gathers and frees parameters for only one of them",
         (("zero", 1), ("moe.overlap", False)),
     ),
     *(
         Conflict(
-            {"model.num_experts": EXPERTS, other: Other(off)},
+            {"model.num_experts": EXPERTS, other: NoneOf(off)},
             f"{{model.num_experts}} does not work with {{{other}}} yet",
             ((other, off),),
         )

@@ -1,4 +1,4 @@
-"""Defines the hooks that run around the steps of a run; `usual_hooks` lists them in order."""
+"""Defines the hooks that run around the steps of a run; `default_hooks` lists them in order."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other, exclusive
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf, exclusive
 from parallel3d.config.values import (
     FREE,
     LAYOUT,
@@ -129,7 +129,7 @@ LENGTHS = ("train.steps", "train.tokens", "train.epochs")  # at most one is give
 CONFLICTS = (
     *exclusive(*LENGTHS),
     Conflict(
-        {"train.epochs": Other(None), "data.name": Is("blend")},
+        {"train.epochs": NoneOf(None), "data.name": OneOf("blend")},
         "{train.epochs} counts passes over one corpus, but {data.name} reads each part as often "
         "as its weight says: give train.tokens instead",
         (("train.epochs", None),),

@@ -27,7 +27,7 @@ EVENTS, PICTURE = "timeline.json", "timeline.svg"
 
 
 @dataclass
-class DrawnStep(Hook):
+class StepTimeline(Hook):
     """Times the actions of one step and draws the pipeline of rank 0.
 
     Rank 0 writes `timeline.svg`, which shows the measured step above a simulation with the measured

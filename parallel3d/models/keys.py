@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other, Where
+from parallel3d.config.conflicts import Conflict, Matches, NoneOf, OneOf
 from parallel3d.config.values import (
     AUTO,
     CUDNN,
@@ -430,32 +430,32 @@ def _is_none(recompute: Any) -> bool:
 
 CONFLICTS = (
     Conflict(
-        {"model.qk_norm_width": Is("full"), "model.qk_norm": Is(False)},
+        {"model.qk_norm_width": OneOf("full"), "model.qk_norm": OneOf(False)},
         "{model.qk_norm_width} is the width of norms, but {model.qk_norm}",
         (("model.qk_norm", True), ("model.qk_norm_width", "head")),
     ),
     Conflict(
         {
-            "model.rope_attention_factor": Other(None),
-            "model.rope_scaling": Is(LLAMA3, LINEAR),
+            "model.rope_attention_factor": NoneOf(None),
+            "model.rope_scaling": OneOf(LLAMA3, LINEAR),
         },
         "{model.rope_attention_factor} belongs to yarn and longrope, but {model.rope_scaling}",
         (("model.rope_attention_factor", None), ("model.rope_scaling", YARN)),
     ),
     Conflict(
-        {"model.norm_zero_centered": Is(True), "model.norm": Is("layernorm")},
+        {"model.norm_zero_centered": OneOf(True), "model.norm": OneOf("layernorm")},
         "{model.norm_zero_centered} adds 1 to the weights of RMSNorms, but {model.norm}",
         (("model.norm", "rmsnorm"), ("model.norm_zero_centered", False)),
     ),
     Conflict(
-        {"mlp_chunk_tokens": Other(None), "recompute": Where(_leaves_mlp, "none")},
+        {"mlp_chunk_tokens": NoneOf(None), "recompute": Matches(_leaves_mlp, "none")},
         "{mlp_chunk_tokens} cuts an MLP that the backward recomputes, and needs mlp in recompute, "
         "not {recompute}",
         (("recompute", "[norm,attention,mlp]"), ("mlp_chunk_tokens", None)),
     ),
     *(
         Conflict(
-            {"mlp_chunk_tokens": Other(None), other: Other(off)},
+            {"mlp_chunk_tokens": NoneOf(None), other: NoneOf(off)},
             f"{{mlp_chunk_tokens}} cuts the sequence of a whole MLP, which {{{other}}} does not "
             "allow",
             ((other, off), ("mlp_chunk_tokens", None)),
@@ -463,31 +463,31 @@ CONFLICTS = (
         for other, off in (("tensor_parallel.chunks", 1), ("compile", False))
     ),
     Conflict(
-        {"recompute_layers": Other(None), "recompute": Where(_is_none, "none")},
+        {"recompute_layers": NoneOf(None), "recompute": Matches(_is_none, "none")},
         "{recompute_layers} says how many layers recompute, but {recompute}",
         (("recompute_layers", None), ("recompute", "full")),
     ),
     Conflict(
-        {"attention_kernel": Is(CUDNN, *PACKAGES), "device": Is("cpu")},
+        {"attention_kernel": OneOf(CUDNN, *PACKAGES), "device": OneOf("cpu")},
         "{attention_kernel} is a kernel of GPUs, but {device} has flash and math",
         (("attention_kernel", FLASH),),
     ),
     Conflict(
         {
-            "attention_kernel": Is(*NARROW),
-            "device": Other("auto", "cpu"),
-            "precision.name": Other(*HALF_PRECISION),
+            "attention_kernel": OneOf(*NARROW),
+            "device": NoneOf("auto", "cpu"),
+            "precision.name": NoneOf(*HALF_PRECISION),
         },
         "{attention_kernel} only takes bf16 and fp16 on GPUs, but {precision.name}",
         (("attention_kernel", AUTO), ("precision.name", "bf16")),
     ),
     Conflict(
-        {"attention_kernel": Is(CUDNN), "model.sliding_window": Other(None)},
+        {"attention_kernel": OneOf(CUDNN), "model.sliding_window": NoneOf(None)},
         "{attention_kernel} has no window, but {model.sliding_window}",
         (("attention_kernel", FLASH), ("model.sliding_window", None)),
     ),
     Conflict(
-        {"attention_kernel": Is(CUDNN), "data.document_mask": Is(True)},
+        {"attention_kernel": OneOf(CUDNN), "data.document_mask": OneOf(True)},
         "{attention_kernel} has no kernel for documents of any length, but {data.document_mask}",
         (("attention_kernel", FLASH), ("data.document_mask", False)),
     ),

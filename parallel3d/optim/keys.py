@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from parallel3d.config.conflicts import Conflict, Is, exclusive
+from parallel3d.config.conflicts import Conflict, OneOf, exclusive
 from parallel3d.config.values import (
     REFUSED,
     key,
@@ -152,7 +152,7 @@ WARM_UPS = ("optim.lr_warmup_fraction", "optim.lr_warmup_steps")  # at most one 
 CONFLICTS = (
     *exclusive(*WARM_UPS, unset=0),
     Conflict(
-        {"optim.name": Is("muon"), "optim.momentum": Is(0.0)},
+        {"optim.name": OneOf("muon"), "optim.momentum": OneOf(0.0)},
         "{optim.name} needs a momentum above 0, but {optim.momentum}",
         (("optim.momentum", 0.95),),
     ),

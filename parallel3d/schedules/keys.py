@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf
 from parallel3d.config.values import (
     FREE,
     LAYOUT,
@@ -85,7 +85,7 @@ class ScheduleConfig:
 
 CONFLICTS = tuple(
     Conflict(
-        {"schedule.name": Is("auto"), "zero": Is(2, 3), replicas: Other(1)},
+        {"schedule.name": OneOf("auto"), "zero": OneOf(2, 3), replicas: NoneOf(1)},
         "{zero} reduces gradients within whole backwards, and the schedules that {schedule.name} "
         "chooses from split them",
         (("zero", 1), ("schedule.name", "1f1b")),

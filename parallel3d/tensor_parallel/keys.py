@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf
 from parallel3d.config.values import (
     FREE,
     key,
@@ -59,7 +59,7 @@ class LossConfig:
 
 
 NEEDS_SP = Conflict(
-    {"tensor_parallel.chunks": Other(1), "sp": Is(False)},
+    {"tensor_parallel.chunks": NoneOf(1), "sp": OneOf(False)},
     "{tensor_parallel.chunks} needs sp=true, as it cuts what sequence parallelism gathers and "
     "scatters",
     (("sp", True), ("tensor_parallel.chunks", 1)),
@@ -67,7 +67,7 @@ NEEDS_SP = Conflict(
 CONFLICTS = (
     NEEDS_SP,
     Conflict(
-        {"tensor_parallel.attention": Is("gather_qk"), "compile": Is(True)},
+        {"tensor_parallel.attention": OneOf("gather_qk"), "compile": OneOf(True)},
         "{tensor_parallel.attention} is for comparison and is not compiled",
         (("tensor_parallel.attention", "heads"), ("compile", False)),
     ),

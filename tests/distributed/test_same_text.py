@@ -39,7 +39,7 @@ def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | Non
     worker = Worker(rank, rank, len(texts), len(texts), folder, "local")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "parallel3d.loop.open_text.Trainer", lambda *_, **__: (_ for _ in ()).throw(EOFError)
+            "parallel3d.loop.open_data.Trainer", lambda *_, **__: (_ for _ in ()).throw(EOFError)
         )
         try:
             train(config, worker)

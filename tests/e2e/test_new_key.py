@@ -28,7 +28,7 @@ NEW_KEY = """    send_every: int = key(
 ROWS = """CONFLICTS = (
 """
 NEW_ROW = """    Conflict(
-        {"ddp.send_every": Other(1), "zero": Is(2, 3)},
+        {"ddp.send_every": NoneOf(1), "zero": OneOf(2, 3)},
         "{ddp.send_every} keeps whole gradients between steps, and {zero} shards them",
         (("zero", 1), ("ddp.send_every", 1)),
     ),

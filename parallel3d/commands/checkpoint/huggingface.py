@@ -46,7 +46,6 @@ from parallel3d.commands.checkpoint.new_runs import new_run, save_first
 from parallel3d.commands.checkpoint.proof import TRANSFORMERS, their_side, verdict, why_not
 from parallel3d.commands.generate import state_of
 from parallel3d.config.fields import spell
-from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,
     TOKENIZER,
@@ -55,6 +54,7 @@ from parallel3d.data.tokenizer import (
     Tokenizer,
     converted,
 )
+from parallel3d.data.tokenizer_check import unlike_theirs
 from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
 from parallel3d.data.chat_rows import Refused, keys_not_read, parse
-from parallel3d.data.formats import HEAD, LINES, PARQUET, TASKS, NotTaken, check_kind, judged
+from parallel3d.data.formats import HEAD, LINES, PARQUET, TASKS, UnsupportedFile, check_kind, judged
 from parallel3d.data.inputs import LOCAL, Input, rows
 from parallel3d.data.tokenizer import Tokenizer, begun
 from parallel3d.errors import UserError
@@ -73,9 +73,9 @@ def take_rows(path: str) -> TakenRows:
         check_kind(form, TASKS)
     except OSError as error:
         raise UserError(f"{named} cannot be read ({error.strerror}): {HOW}") from None
-    except NotTaken as error:
+    except UnsupportedFile as error:
         raise UserError(f"{named} {error}; {HOW}") from None
-    source = Input(f"{LOCAL}{file.absolute()}", *form, file.stat().st_size, "", door=TASKS)
+    source = Input(f"{LOCAL}{file.absolute()}", *form, file.stat().st_size, "", rules=TASKS)
     task = file.name.partition(".")[0]
     places = {LINES: "line", PARQUET: "row"}[form.kind]
     found, unread = [], Counter[str]()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.conflicts import Conflict, Is, Other, exclusive
+from parallel3d.config.conflicts import Conflict, NoneOf, OneOf, exclusive
 from parallel3d.config.fields import all_keys, check_conflicts, check_value, spell, with_values
 from parallel3d.errors import UserError
 from parallel3d.run_config import CONFLICTS, Config, check_config
@@ -61,7 +61,7 @@ def test_each_nearest_setting_ends_the_conflict(row: Conflict) -> None:
 
 def test_a_sentence_spells_keys_as_on_the_command_line() -> None:
     row = Conflict(
-        {"precision.name": Is("fp16"), "zero": Other(0)},
+        {"precision.name": OneOf("fp16"), "zero": NoneOf(0)},
         "{precision.name} cannot meet {zero}",
         (("zero", 0), ("precision.name", "bf16")),
     )

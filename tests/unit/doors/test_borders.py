@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from parallel3d.context_parallel.split import SequenceSplit
+from parallel3d.data.boundary_tokens import look_at_turns
 from parallel3d.data.chat import SPOKEN, TOKEN
 from parallel3d.data.corpus import Corpus, open_corpus
-from parallel3d.data.foreign import look_at_turns
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter
 from parallel3d.data.inputs import find_inputs
 from parallel3d.data.keys import DataConfig

@@ -297,7 +297,7 @@ def test_a_file_is_recognised_by_name_and_bytes_or_refused(
     "head", [b"a,b\n1,2\n", b"{\n", b"\x00\x01", gzip.compress(b"a"), b"PAR1\x00"]
 )
 def test_an_unknown_ending_is_renamed_to_text_only_if_that_is_read(head: bytes) -> None:
-    with pytest.raises(formats.NotTaken) as caught:
+    with pytest.raises(formats.UnsupportedFile) as caught:
         formats.judged("a.xyz", head)
     _, offers, name = str(caught.value).partition("if it is text, name it ")
     assert bool(offers) == (head.isascii() and b"\x00" not in head)
@@ -504,7 +504,7 @@ LONG = "x" * 5000  # a row longer than the inspected bytes
     ],
 )
 def test_long_rows_of_json_are_read_next_to_other_rows(
-    beside: Any, row: Any, door: formats.Door
+    beside: Any, row: Any, door: formats.InputRules
 ) -> None:
     head = (json.dumps(row) + "\n").encode()[: formats.HEAD]
     files = {"a.json": head, "b.jsonl": json.dumps(beside).encode(), "c.json": b'{"splits": {}}'}

@@ -13,7 +13,6 @@ import transformers
 from parallel3d.commands.evaluate.rows import encode_pair
 from parallel3d.data.chat_template import ChatTemplate
 from parallel3d.data.keys import DataConfig
-from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,
     FileTokenizer,
@@ -23,6 +22,7 @@ from parallel3d.data.tokenizer import (
     keep_tokenizer,
     open_tokenizer,
 )
+from parallel3d.data.tokenizer_check import unlike_theirs
 from parallel3d.errors import UserError
 from tests.tokenizers import trained
 

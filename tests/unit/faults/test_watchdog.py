@@ -258,9 +258,9 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     monkeypatch.setattr(train, "start_watchdog", lambda *_: calls.watchdog)
     calls.groups.observed.return_value = calls.groups
     monkeypatch.setattr(train, "all_gather_json", lambda *_: [])
-    for name in ("save_weights", "run_steps", "usual_hooks", "dist"):
+    for name in ("save_weights", "run_steps", "default_hooks", "dist"):
         monkeypatch.setattr(train, name, Mock())
-    monkeypatch.setattr(train, "open_text", lambda data, *_, **__: (data, Mock(), {}))
+    monkeypatch.setattr(train, "open_data", lambda data, *_, **__: (data, Mock(), {}))
     monkeypatch.setattr(train, "make_trainer", _trainer_of)
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls]

@@ -28,14 +28,14 @@ LOOKED_AT = 1 << 20  # number of first tokens of conversations that are examined
 USUAL = 0.01  # share of turns that must end in a token for it to count as an end
 
 
-class Taught(NamedTuple):
+class BoundaryTokens(NamedTuple):
     """Roles of tokens, learned from sampled documents, and sentences to show to the user."""
 
     roles: Roles
     sentences: tuple[str, ...] = ()
 
 
-def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) -> Taught:
+def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) -> BoundaryTokens:
     """Compares sampled documents of another program's pair with `tokenizer`.
 
     Errors call the tokenizer `name`. Raises UserError if documents hold tokens that the tokenizer
@@ -84,7 +84,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
             f"{pair.named}: {whole - same} of {whole} sampled documents differ from the tokens "
             f"that {given} makes from their text: check that it made this pair"
         )
-    return Taught(Roles(tuple(bos) if begun else (), learned), tuple(sentences))
+    return BoundaryTokens(Roles(tuple(bos) if begun else (), learned), tuple(sentences))
 
 
 def _of_ends(
@@ -148,7 +148,7 @@ def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bo
 
 def look_at_turns(
     pair: IndexedCorpus, tokenizer: FileTokenizer, spoken: int, token_of: int, named: str
-) -> Taught:
+) -> BoundaryTokens:
     """Finds how the first conversations begin, and which tokens end their learned turns.
 
     Args:
@@ -183,7 +183,7 @@ def look_at_turns(
             f"{named}: no turn that the template marks as learned ends in a special token: the "
             "model will not learn to end a turn",
         )
-    return Taught(Roles(begin, learned), sentences)
+    return BoundaryTokens(Roles(begin, learned), sentences)
 
 
 class _Blank:

@@ -20,7 +20,7 @@ from parallel3d.run_config import Config
 from parallel3d.trainer import Trainer
 
 
-def open_text(
+def open_data(
     data: DataConfig,
     model: ModelConfig,
     worker: Worker,
@@ -36,7 +36,7 @@ def open_text(
 
     `has_source`: whether the weights come from another run or a folder (`init_from`).
     """
-    data, corpus = open_data(data, model, worker, groups, device, has_source=has_source)
+    data, corpus = open_training_corpus(data, model, worker, groups, device, has_source=has_source)
     sets = open_sets(data, corpus, model.seq_length, model.vocab_size)
     if worker.rank == 0:
         for one in (corpus, *sets.values()):
@@ -47,7 +47,7 @@ def open_text(
     return data, corpus, sets
 
 
-def open_data(
+def open_training_corpus(
     data: DataConfig,
     model: ModelConfig,
     worker: Worker,
@@ -59,7 +59,7 @@ def open_data(
     """Opens the corpus; collective.
 
     Returns the `data` section with the run's own tokenizer, and the corpus. Raises UserError if the
-    ranks read different texts. `has_source`: as in `open_text`.
+    ranks read different texts. `has_source`: as in `open_data`.
     """
     data = with_own_tokenizer(data, worker.run_dir)
     corpus = open_corpus(data, model.seq_length, vocab_size=model.vocab_size)

@@ -11,14 +11,14 @@ from parallel3d.loop.health_check import HealthCheck
 from parallel3d.loop.hooks import Hook, Run
 from parallel3d.loop.profiling import StepProfiler
 from parallel3d.loop.recording import BlendRecords, ExpertRecords, StepRecords
-from parallel3d.loop.timeline import DrawnStep
+from parallel3d.loop.timeline import StepTimeline
 
 
-def usual_hooks(run: Run) -> list[Hook]:
+def default_hooks(run: Run) -> list[Hook]:
     """Returns the hooks of a run on one rank."""
     profiler, data_check = StepProfiler(run.trainer, run.worker), DataCheck(run)
     return [
-        DrawnStep(run),
+        StepTimeline(run),
         StepRecords(run, is_profiled=profiler.steps.__contains__),
         profiler,  # it prints a table, which follows the line of the step
         Evaluation(run, data_check),
