@@ -17,7 +17,7 @@ from torch.autograd import gradcheck
 
 from parallel3d.config.values import AUTO, MATH
 from parallel3d.context_parallel import document_attention
-from parallel3d.context_parallel.attention import attend_within
+from parallel3d.context_parallel.attention import ONE_RANK, attend_within
 from parallel3d.data.loader import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
 from parallel3d.models.attention import AttentionOptions, causal_attention
@@ -85,6 +85,18 @@ def test_gradients_without_a_kernel_are_the_same(rows: int) -> None:
         for kernel in (AUTO, MATH):
             results.append(both(lambda *qkv, k=kernel: attend_within(*qkv, found, k), inputs, grad))
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_compiler_knows_the_shapes_and_strides_of_both_operators() -> None:
+    """It reads them from the operators' functions for tensors without values."""
+    inputs, of = [t.detach() for t in leaves(2, 3, LENGTH, 4)], documents(PACKS[:2]).blocks
+    where = (ONE_RANK.handle, of.table, of.calls, of.edges, None, None, AUTO, False, None)
+    operators = torch.ops.parallel3d.attention, torch.ops.parallel3d.attention_backward
+    out, *kept = operators[0](*inputs, *where)
+    backward = (torch.ones_like(out), *inputs, out, *kept, *where)
+    for operator, given in zip(operators, ((*inputs, *where), backward), strict=True):
+        torch.library.opcheck(operator, given, test_utils="test_faketensor")
 
 
 def test_gradients_are_finite_differences() -> None:

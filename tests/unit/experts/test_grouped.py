@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device.grouped import Groups
+from parallel3d.experts import grouped
 from parallel3d.experts.grouped import Activation, run_experts
 from parallel3d.experts.rows import RowCounts, Rows, sum_of_slots
 from parallel3d.models.mlp import activate
@@ -68,7 +69,10 @@ def expected_of(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, experts: T
     return torch.stack(out) if out else x * 0.0
 
 
-def check(experts: list[list[int]], main_grads: bool) -> None:
+PLAIN = Activation(partial(activate, "swiglu"))
+
+
+def check(experts: list[list[int]], main_grads: bool, activation: Activation = PLAIN) -> None:
     """Compares results and gradients with a loop, in memory that is NaN before it is written."""
     chosen = torch.tensor(experts, dtype=torch.int64).view(-1, 2)
     values = (
@@ -84,7 +88,7 @@ def check(experts: list[list[int]], main_grads: bool) -> None:
         for weight in given[2:]:
             state_of(weight).main_grad = torch.zeros_like(weight)
     with uninitialised_is_nan():
-        ours = run_experts(*given, rows_of(chosen), Activation(partial(activate, "swiglu")))
+        ours = run_experts(*given, rows_of(chosen), activation)
         ours.backward(grad)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     for leaf, gradient in zip(given, wanted, strict=True):
@@ -100,6 +104,25 @@ def test_grouped_experts_equal_a_loop_over_tokens(
     experts: list[list[int]], main_grads: bool
 ) -> None:
     check(experts, main_grads)
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_an_accelerator_uses_the_kernels_of_an_activation_that_has_some(has_kernels: bool) -> None:
+    """Both kernels run, and without them the plain activation does in both directions."""
+    ran: list[str] = []
+
+    def weighed(*given: Any) -> Tensor:
+        ran.append("forward")
+        return weighed_forward(*given, "swiglu")
+
+    def backward(*given: Any) -> tuple[Tensor, ...]:
+        ran.append("backward")
+        return weighed_backward(*given, "swiglu")
+
+    kernels = (weighed, backward) if has_kernels else ()
+    with patch.object(grouped, "is_on_accelerator", lambda tensor: True):
+        check(CHOICES["all-chosen"], False, Activation(PLAIN.plain, *kernels))
+    assert ran == ["forward", "backward"] * has_kernels
 
 
 @planted(SUMMED_SLOTS)
