@@ -111,6 +111,7 @@ REMOVED = {
     "ddp.powersgd_rank": Removed(_LOW_RANK, 4),
     "ddp.powersgd_start": Removed(_LOW_RANK, 10),
     "ddp.bucket_order": Removed("buckets are in the reverse order of the model", "model"),
+    "launch.huge_pages": Removed("CPU ranks always keep freed memory for reuse", True),
     "train.noise_scale": Removed(
         "compare the losses of short runs with two values of global_batch_size", False
     ),

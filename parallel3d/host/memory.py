@@ -21,9 +21,6 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 LARGEST = 2**31 - 1
-# The size is above the most frequent allocations, such as a block of attention scores, and below
-# activations.
-GIVEN_BACK = 6 << 20
 HUGE_PAGE = 2 << 20
 RESERVED = 3 << 29  # bytes of address space, below LARGEST; memory is only used once it is touched
 
@@ -52,18 +49,6 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
     advised = libc.madvise(first, length, mmap.MADV_HUGEPAGE) == 0
     libc.free(block)
     return advised
-
-
-def give_back_freed_memory() -> bool:
-    """Makes malloc return blocks of `GIVEN_BACK` bytes and more to the system when freed.
-
-    By default glibc raises its threshold step by step, up to 32 MiB. Freed blocks below it stay in
-    the heaps, between longer-lived blocks, so that a process holds the memory of its largest
-    activations several times. Returns whether it succeeded; it fails without glibc.
-    """
-    libc = ctypes.CDLL(None)
-    is_glibc = hasattr(libc, "gnu_get_libc_version")
-    return is_glibc and bool(libc.mallopt(M_MMAP_THRESHOLD, GIVEN_BACK))
 
 
 @contextmanager

@@ -71,12 +71,6 @@ class LaunchConfig:
         "NCCL settings of one kind of group: min_ctas, max_ctas or cga_cluster_size, such as "
         "dp.max_ctas:8",
     )
-    huge_pages: bool = key(
-        True,
-        "CPU ranks keep freed memory for reuse, in huge pages where the system offers them (Linux "
-        "with glibc); false: they return large blocks to the system, which is slower but takes "
-        "less memory",
-    )
     numa_binding: bool = key(
         True,
         "keep each rank on the CPUs of its GPU's NUMA node, unless its launcher has already "

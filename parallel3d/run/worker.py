@@ -19,12 +19,7 @@ from parallel3d.comm.store import one_host_environment
 from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
 from parallel3d.host.devices import SIMULATED, device_of_rank, gpu_environment
-from parallel3d.host.memory import (
-    bind_near,
-    give_back_freed_memory,
-    keep_freed_memory,
-    nothing_collected,
-)
+from parallel3d.host.memory import bind_near, keep_freed_memory, nothing_collected
 from parallel3d.host.processes import die_with_parent, drop_failed_output
 from parallel3d.host.quotas import available_cores, cores
 from parallel3d.run import failure
@@ -208,7 +203,7 @@ def _join(app: str, config: Config, worker: Worker, store: Store) -> None:
     if is_accelerator(device):
         _prepare_accelerator(config.cluster, config.launch, device)
     else:
-        _prepare_cpu(config.cluster, config.launch, layout_of(config), worker)
+        _prepare_cpu(config.cluster, layout_of(config), worker)
     dist.init_process_group(
         backend_of(device),
         store=store,
@@ -251,16 +246,11 @@ def _prepare_accelerator(
         bind_near(address)
 
 
-def _prepare_cpu(
-    cluster: ClusterConfig, launch: LaunchConfig, layout: Layout, worker: Worker
-) -> None:
+def _prepare_cpu(cluster: ClusterConfig, layout: Layout, worker: Worker) -> None:
     """Sets up malloc and checks the network interfaces before any peer waits."""
     from parallel3d.comm.process_groups import Interfaces
 
-    if launch.huge_pages:
-        keep_freed_memory()
-    else:
-        give_back_freed_memory()
+    keep_freed_memory()
     if interfaces := Interfaces.of_run(cluster, worker.placement):
         interfaces.check(layout, worker.rank)
 
