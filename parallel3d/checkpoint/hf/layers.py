@@ -78,7 +78,8 @@ def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict
     slides = usual if types is None else types
     if not windows.by_layer and slides != usual:
         word = THEIR_SLIDING if any(usual) else THEIR_FULL
-        raise keys.error(TYPES, types, f"with {WINDOW}={size} every layer must be {word}")
+        given = [THEIR_SLIDING if each else THEIR_FULL for each in slides]
+        raise keys.error(TYPES, given, f"with {WINDOW}={size} every layer must be {word}")
     if any(slides) and size is None:
         off = " and use_sliding_window must be true" if windows.switch else ""
         raise UserError(
