@@ -61,3 +61,4 @@ for step in range(20):
     if groups.rank == 0:
         print(f"step {step}: loss {losses[-1]:.4f}")
 weights = pipe.state_dict()  # whole on every rank, for any layout
+groups.close()

@@ -48,3 +48,4 @@ for step in range(20):
     if groups.rank == 0:
         print(f"step {step}: loss {loss:.4f}")
 weights = pipe.state_dict()  # of `blocks`; collective: whole on every rank
+groups.close()

@@ -71,3 +71,4 @@ for step in range(20):
     if groups.rank == 0:
         print(f"step {step}: loss {total:.4f}")
 weights = net.state_dict()
+groups.close()

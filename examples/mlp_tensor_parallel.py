@@ -34,3 +34,4 @@ for step in range(20):
     if groups.rank == 0:
         print(f"step {step}: loss {loss:.4f}")
 weights = net.state_dict()  # whole, and collective: on every rank
+groups.close()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
     from parallel3d.data_parallel.ddp import DistributedDataParallel
-    from parallel3d.errors import UserError
+    from parallel3d.errors import Parallel3dError
     from parallel3d.library.grad_norm import (
         check_replicated,
         clip_grad_norm_,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from parallel3d.library.sequences import SplitSequences, context_parallel_attention
     from parallel3d.library.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.library.training_state import load, save
-    from parallel3d.run.launch import Worker
     from parallel3d.run_config import Config, check_config
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -41,15 +40,14 @@ __all__ = [
     "Config",
     "DistributedDataParallel",
     "Layout",
+    "Parallel3dError",
     "Pipeline",
     "ProcessGroups",
     "RowParallelLinear",
     "Sample",
     "SplitSequences",
     "Trainer",
-    "UserError",
     "VocabParallelEmbedding",
-    "Worker",
     "__version__",
     "check_config",
     "check_replicated",
@@ -71,15 +69,14 @@ _HOME = {
     "Config": "parallel3d.run_config",
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
     "Layout": "parallel3d.blueprint.layout",
+    "Parallel3dError": "parallel3d.errors",
     "Pipeline": "parallel3d.library.module_pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
     "RowParallelLinear": "parallel3d.tensor_parallel.layers",
     "Sample": "parallel3d.data.sampler",
     "SplitSequences": "parallel3d.library.sequences",
     "Trainer": "parallel3d.trainer",
-    "UserError": "parallel3d.errors",
     "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
-    "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.run_config",
     "check_replicated": "parallel3d.library.grad_norm",
     "clip_grad_norm_": "parallel3d.library.grad_norm",
@@ -96,9 +93,14 @@ _HOME = {
 }
 
 
+# Public names of earlier versions, with what to use instead.
+_GONE = {"UserError": "use Parallel3dError", "Worker": "verify(config) needs none"}
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f"; {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     from parallel3d.versions import OF_A_SCRIPT, check_versions
 
     check_versions(OF_A_SCRIPT)

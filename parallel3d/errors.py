@@ -7,15 +7,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 
-USER_ERROR = 2  # the exit code after a UserError
+USER_ERROR = 2  # the exit code after a Parallel3dError
 
 
-class UserError(ValueError):
-    """Raised for user input that cannot work; the message explains why in a sentence.
+class Parallel3dError(ValueError):
+    """Raised for input that cannot work; the message explains why in a sentence.
 
     The command line prints the message without a traceback, and exits with code 2. An `except
-    ValueError` catches this error too, unless an `except UserError` comes before it.
+    ValueError` catches this error too, unless an `except Parallel3dError` comes before it.
     """
+
+
+UserError = Parallel3dError  # its name within the package
 
 
 class TrainingFailure(RuntimeError):

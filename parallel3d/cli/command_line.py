@@ -69,6 +69,7 @@ from parallel3d.host.devices import (
 from parallel3d.host.processes import prepare_streams
 from parallel3d.metrics.checks import check_loggers
 from parallel3d.metrics.keys import LoggerConfig
+from parallel3d.run.agreement import CAN_RESUME, tell_rank_0
 from parallel3d.run.directory import (
     check_run,
     config_there,
@@ -89,7 +90,7 @@ from parallel3d.run.launcher_environment import (
     refuse_lost_variables,
 )
 from parallel3d.run.local_workers import listen_here, run_here
-from parallel3d.run.rendezvous import CAN_RESUME, OtherStart, tell_rank_0
+from parallel3d.run.rendezvous import OtherStart
 from parallel3d.run.worker import count_ranks_here, run_joined
 from parallel3d.run_config import Config
 from parallel3d.text import count

@@ -30,7 +30,12 @@ from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.config.nccl import parse_nccl_settings
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
-from parallel3d.private_names import backend_for, set_devices, set_timeout
+from parallel3d.private_names import (
+    abort_process_group,
+    backend_for,
+    set_devices,
+    set_timeout,
+)
 from parallel3d.run.keys import LaunchConfig
 
 if TYPE_CHECKING:
@@ -75,6 +80,7 @@ class ProcessGroups:
         edp: the ranks with the same experts, over which the gradients of experts are summed.
         device: the device on which this rank communicates.
         maker: creates the groups and the mesh; None if there is no world of torch.distributed.
+        owns_world: whether `close` also destroys the world, because `init` initialised it.
     """
 
     layout: Layout
@@ -94,6 +100,25 @@ class ProcessGroups:
     edp: Group = SINGLE
     device: torch.device = CPU
     maker: GroupMaker | None = None
+    owns_world: bool = False
+
+    def __enter__(self) -> ProcessGroups:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Closes the groups at the end of a `with` block.
+
+        NCCL destroys a communicator collectively. After an error this rank does not take part, as
+        its peers may still wait for it in another collective, and both sides would hang: it aborts
+        its communicators.
+        """
+        failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+        if not (failed and accelerator.is_accelerator(self.device)):
+            self.close()
+        elif self.owns_world:
+            abort_process_group()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -205,7 +230,7 @@ class ProcessGroups:
                 made[kind] = _with_shared_memory(made[kind], timeout_s)
         made.setdefault("dp_cp", made["dp"])
         here = accelerator.current(device)
-        return cls(layout, dist.get_rank(), **made, device=here, maker=maker)
+        return cls(layout, dist.get_rank(), **made, device=here, maker=maker, owns_world=False)
 
     @classmethod
     def single(cls) -> ProcessGroups:
@@ -233,7 +258,9 @@ class ProcessGroups:
         return {name: value for name, value in vars(self).items() if isinstance(value, Group)}
 
     def close(self) -> None:
-        """Destroys the groups that `create` made, but not the world, which others initialised."""
+        """Destroys the groups that `create` made, and the world if `init` initialised it."""
+        if self.owns_world and not dist.is_initialized():
+            return  # closed already
         groups = self._groups().values()
         for group in groups:
             if group.shared is not None:
@@ -246,6 +273,8 @@ class ProcessGroups:
         for handle in dict.fromkeys(handles):
             if handle not in (None, dist.group.WORLD):
                 dist.destroy_process_group(handle)
+        if self.owns_world:
+            dist.destroy_process_group()
 
 
 def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] | None:

@@ -23,6 +23,7 @@ from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.commands.options import CommandConfig
+from parallel3d.config.user_files import check_free, write
 from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.search import with_style
@@ -30,7 +31,7 @@ from parallel3d.estimate.traffic import transfers
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.text import byte_text, percent, si, three_digits
-from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
+from parallel3d.topology.assumptions import chosen_keys, preset
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.search import place
 

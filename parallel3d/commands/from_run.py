@@ -20,6 +20,7 @@ from parallel3d.checkpoint.runs import CONFIG_FILE, check_ema, find_checkpoint, 
 from parallel3d.commands.evaluate.rows import take_rows
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.config.fields import with_values
+from parallel3d.config.user_files import check_free
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.tokenizer import FOLDER, check_vocabulary, tokenizer_of
 from parallel3d.errors import UserError, closest, first_line, print_line
@@ -27,7 +28,6 @@ from parallel3d.host.devices import check_numerics, choose_device
 from parallel3d.run.directory import NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
 from parallel3d.run_config import Config, check_config
-from parallel3d.topology.assumptions import check_free
 
 GENERATE, EVAL = "generate", "eval"
 # Keys that the command line may set; all others come from the run.

@@ -30,6 +30,7 @@ from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.topology.report import make_report, picture_of
 from parallel3d.config.fields import check_fields, show
+from parallel3d.config.user_files import check_free, write
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
@@ -87,13 +88,7 @@ from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders
 from parallel3d.tensor_parallel.checks import check_tensor_parallel
 from parallel3d.text import aligned, si
-from parallel3d.topology.assumptions import (
-    MICROBATCHES_PER_STAGE,
-    assume_model,
-    check_free,
-    chosen_keys,
-    write,
-)
+from parallel3d.topology.assumptions import MICROBATCHES_PER_STAGE, assume_model, chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.keys import TopologyConfig
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.config.fields import check_fields
+from parallel3d.config.user_files import check_free, write
 from parallel3d.config.values import Replicas
 from parallel3d.errors import UserError
 from parallel3d.loop.checks import check_batch
@@ -31,7 +32,6 @@ from parallel3d.schedules.schedule import ONE_CHUNK
 from parallel3d.schedules.table import write_table
 from parallel3d.schedules.walk import RankWork, Timeline, Walk, time_orders
 from parallel3d.text import aligned
-from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
 # If schedule.memory is not given, further rows have these memory limits, relative to 1F1B's peak.

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +37,8 @@ from parallel3d.config.fields import spell, with_values
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import with_length
+from parallel3d.device.accelerator import accelerator_of_world, current
+from parallel3d.errors import UserError
 from parallel3d.estimate.search import with_style
 from parallel3d.experts.watch import CLOSE, Choices, Flips, flips
 from parallel3d.metrics.jsonl import write_json
@@ -128,22 +133,51 @@ class Variant(NamedTuple):
 
 def verify_command(config: CommandConfig, worker: Worker) -> int:
     """Runs `parallel3d verify` on every rank. Returns the exit code. The call is collective."""
-    return verify(config, worker, config.verify.steps)
+    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+
+    def begin(what: str) -> None:
+        worker.phase = what
+
+    return compared(config, groups, config.verify.steps, worker.run_dir, begin)
 
 
-def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) -> int:
-    """Compares the variants, each for `steps` steps, until one fails. The call is collective.
+def verify(
+    config: Config, *, steps: int = VerifyConfig().steps, folder: str | os.PathLike[str] = "."
+) -> int:
+    """Compares the layout of `config` with one process, step by step, as `parallel3d verify` does.
+
+    Prints the tables on rank 0, and writes `verify.json` into `folder`. The call is collective over
+    the world of `init`, each of whose ranks computes on its current device.
 
     Returns 1 on rank 0 if the layout changes the model or a comparison is undecided, else 0.
+
+    Raises UserError if there is no world.
     """
-    console = Console(stderr=False) if worker.rank == 0 else None
+    if not dist.is_initialized():
+        raise UserError("verify needs a world of torch.distributed; call parallel3d.init() first")
+    kind = accelerator_of_world()
+    device = torch.device("cpu") if kind is None else current(kind)
+    groups = ProcessGroups.of_run(config, str(device), None)
+    return compared(config, groups, steps, Path(folder), lambda _: None)
+
+
+def compared(
+    config: Config,
+    groups: ProcessGroups,
+    steps: int,
+    folder: Path,
+    begin: Callable[[str], None],
+) -> int:
+    """Compares the variants, each for `steps` steps, until one fails; closes the groups.
+
+    `begin` is told what the rank does next. Returns the exit code. The call is collective.
+    """
+    console = Console(stderr=False) if groups.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     sources = corpus.sources(config.model, config.data, config.seed)
     train = with_length(config.train, sources.train)
     config = with_style(dataclasses.replace(config, train=train))
-    device = torch.device(worker.device)
-    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
-    layout = groups.layout
+    device, layout = groups.device, groups.layout
     failure: str | None = None
     everything: list[Comparison] = []
     if console:
@@ -157,7 +191,7 @@ def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) ->
         )
     for variant in variants(config, steps):
         of = variant.config
-        worker.phase = f"verifying {of.precision.name} {of.optim.name}"
+        begin(f"verifying {of.precision.name} {of.optim.name}")
         rows = list(compare(variant, groups, device, corpus))
         failure = next((row.failure for row in rows if row.failure), None)
         everything += rows
@@ -168,13 +202,13 @@ def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) ->
     groups.close()
     if not console:
         return 0
-    write_json(worker.run_dir / "verify.json", report(layout, config.sp, everything, failure))
+    write_json(folder / "verify.json", report(layout, config.sp, everything, failure))
     verdict = "[bold green]The layout does not change the model.[/]"
     if any(row.is_undecided for row in everything):
         verdict = f"[bold yellow]Undecided[/]: {failure}."
     elif failure:
         verdict = f"[bold red]The layout changes the model[/]: {failure}."
-    console.print(verdict, f"{worker.run_dir}/verify.json", sep="\n", soft_wrap=True)
+    console.print(verdict, str(folder / "verify.json"), sep="\n", soft_wrap=True)
     return 1 if failure else 0
 
 

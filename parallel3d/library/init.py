@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
+import logging
 import os
-import signal
 import socket
-import sys
+from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +26,8 @@ from parallel3d.device.accelerator import (
     make_current,
     module,
 )
-from parallel3d.errors import UserError, closest, print_line
+from parallel3d.device.keys import DeviceKeys
+from parallel3d.errors import UserError, closest
 from parallel3d.host.devices import (
     CPU,
     CUDA,
@@ -40,14 +38,13 @@ from parallel3d.host.devices import (
     shared_gpu,
 )
 from parallel3d.host.gpus import find
-from parallel3d.run.failure import leave
 from parallel3d.run.keys import LaunchConfig
+from parallel3d.run.launch import begin_on
 from parallel3d.run.launcher_environment import RankAssignment, detect
 from parallel3d.run.rendezvous import from_rank_0, rendezvous, with_counted_ranks
-from parallel3d.run.worker import begin_on
-from parallel3d.run_config import Config
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
+LOG = logging.getLogger("parallel3d")
 GPU_KEY = "parallel3d/gpu"
 # A script that names one of these backends wants ranks on CPUs, even if there are GPUs.
 HOST_BACKENDS = ("gloo", "mpi", "cpu:gloo", "cpu:mpi")
@@ -67,10 +64,12 @@ def init(
     """Creates the process groups of the grid tp × cp × pp × dp, and returns this process's groups.
 
     It works under torchrun and srun, and in a single process. If torch.distributed is initialised
-    already, it uses the default process group. Otherwise it runs the launcher's rendezvous, and
-    closes the groups when the script ends. On a host with GPUs, each rank's GPU becomes its current
-    device, `groups.device`; modules and inputs must be on it. The call is collective over the
-    world.
+    already, it uses the default process group. Otherwise it runs the launcher's rendezvous and
+    initialises torch.distributed. `with init(…) as groups:` closes the groups, and the world that
+    it initialised, at the end of the block; without `with`, the script calls `groups.close()`. On a
+    host with GPUs, each rank's GPU becomes its current device, `groups.device`; modules and inputs
+    must be on it. The device is logged by `logging.getLogger("parallel3d")`. The call is collective
+    over the world.
 
     Args:
         tp, pp, dp, cp: sizes of the dimensions; one of them may be None and gets the remaining
@@ -88,36 +87,34 @@ def init(
     """
     own = not dist.is_initialized()
     check_versions(OF_A_SCRIPT)
-    check_value("device", device, Config)
+    check_value("device", device, DeviceKeys)
     here = _join_world(device, timeout_s) if own else _device_in_world(device)
     layout = _agreed_layout({"pp": pp, "tp": tp, "cp": cp, "dp": dp}, order, here)
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
     if groups.rank == 0 and (sentence := newer(OF_A_SCRIPT)):
-        print_line(sentence)
-    if own:
-        ScriptEnd(groups)
-    return groups
+        LOG.info(sentence)
+    return replace(groups, owns_world=own)
 
 
 def _join_world(requested: str, timeout_s: float) -> torch.device:
     """Runs the rendezvous, initialises torch.distributed and returns this rank's device."""
     place = detect(os.environ)
-    config = Config(launch=LaunchConfig(timeout_s=timeout_s))
+    launch = LaunchConfig(timeout_s=timeout_s)
     store: dist.Store | None = None
     if place is None:
         store = dist.HashStore()
     elif not place.local_world_size:
-        store = rendezvous(config.launch, config.run, place)
+        store = rendezvous(launch, None, place)
         place = with_counted_ranks(store, place)
     ranks_here = 1 if place is None else place.local_world_size
     choice = choose_device(requested, ranks_here, launched=place is not None)
     if place is None or place.rank == 0:
-        print_line(choice.line)
+        LOG.info(choice.line)
     begin_on(choice.kind)
     device = torch.device(device_of_rank(choice.kind, 0 if place is None else place.local_rank))
     if place is not None:
-        store = rendezvous(config.launch, config.run, place) if store is None else store
+        store = rendezvous(launch, None, place) if store is None else store
         _check_devices(store, place, device)
     make_current(device)
     if is_accelerator(device):
@@ -204,7 +201,7 @@ def _cpu_of_world(line: str) -> torch.device:
 
 def _tell(line: str) -> None:
     if dist.get_rank() == 0:
-        print_line(line)
+        LOG.info(line)
 
 
 def _local_ranks() -> int:
@@ -268,51 +265,3 @@ def _layout(world: int, sizes: dict[str, int | None], order: str) -> Layout:
 
 def _divides(whole: int, size: int) -> bool:
     return whole % size == 0
-
-
-class ScriptEnd:
-    """Closes the groups when the script ends, as their threads would abort an exiting interpreter.
-
-    NCCL destroys a communicator collectively. A failed rank must not take part: its peers may still
-    wait for it in another collective, and both sides would hang.
-
-    A script fails by an uncaught exception, or by `sys.exit` with a code other than 0. A
-    `raise SystemExit` cannot be detected, and counts as success.
-    """
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        self.groups = groups
-        self.code: int | None = None  # exit code after an uncaught exception
-        self.has_exited = False  # whether the script called `sys.exit` with a code other than 0
-        self.excepthook = sys.excepthook
-        self.exit = sys.exit
-        sys.excepthook = self._raised
-        sys.exit = self._exited
-        atexit.register(self.close)
-
-    def _raised(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        self.excepthook(kind, error, trace)
-        if not hasattr(sys, "ps1"):  # an interactive session continues
-            interrupted = issubclass(kind, KeyboardInterrupt)
-            self.code = 128 + signal.SIGINT if interrupted else 1
-
-    def _exited(self, status: str | int | None = None) -> NoReturn:
-        self.has_exited = bool(status)
-        self.exit(status)
-
-    def close(self) -> None:
-        """Destroys the groups and the world, on all ranks, unless the script has failed."""
-        if not dist.is_initialized():
-            return
-        if self.code is not None:
-            leave(self.code)
-        if self.has_exited and is_accelerator(self.groups.device):
-            # The script may have caught the exit, so the interpreter sets the exit code.
-            from parallel3d.private_names import abort_process_group
-
-            abort_process_group()
-            return
-        self.groups.close()
-        dist.destroy_process_group()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.errors import print_line
+from parallel3d.host.devices import SIMULATED
 from parallel3d.run.launcher_environment import Launcher, RankAssignment
 
 if TYPE_CHECKING:
@@ -256,3 +257,11 @@ class Worker:
     def at(cls, place: RankAssignment, run_dir: Path, launcher: Launcher) -> Worker:
         sizes = place.world_size, place.local_world_size
         return cls(place.rank, place.local_rank, *sizes, run_dir, launcher)
+
+
+def begin_on(kind: str) -> None:
+    """Prepares this process for a device of type `kind`, before anything uses torch."""
+    if kind == SIMULATED:
+        from parallel3d.simulated_device import enable
+
+        enable()

@@ -18,11 +18,12 @@ from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
-from parallel3d.host.devices import SIMULATED, device_of_rank, gpu_environment
+from parallel3d.host.devices import device_of_rank, gpu_environment
 from parallel3d.host.memory import bind_near, keep_freed_memory, nothing_collected
 from parallel3d.host.processes import die_with_parent, drop_failed_output
 from parallel3d.host.quotas import available_cores, cores
 from parallel3d.run import failure
+from parallel3d.run.agreement import agree_on_run, assign_rank
 from parallel3d.run.directory import discard_unused
 from parallel3d.run.failure import (
     END_SIGNAL,
@@ -35,11 +36,15 @@ from parallel3d.run.failure import (
     report_hang,
 )
 from parallel3d.run.keys import LaunchConfig
-from parallel3d.run.launch import Worker, blocked_signals, ending_on_signals, kept_handlers
+from parallel3d.run.launch import (
+    Worker,
+    begin_on,
+    blocked_signals,
+    ending_on_signals,
+    kept_handlers,
+)
 from parallel3d.run.launcher_environment import RankAssignment, detect
 from parallel3d.run.rendezvous import (
-    agree_on_run,
-    assign_rank,
     keeps_store,
     rendezvous,
     with_counted_ranks,
@@ -82,14 +87,6 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
         except Exception as error:
             failed = failure.from_exception(config, worker, error)
             return report_end(failure.write(failed, error, run_dir), run_dir)
-
-
-def begin_on(kind: str) -> None:
-    """Prepares this process for a device of type `kind`, before anything uses torch."""
-    if kind == SIMULATED:
-        from parallel3d.simulated_device import enable
-
-        enable()
 
 
 def _after(worker: Worker, code: int) -> int:

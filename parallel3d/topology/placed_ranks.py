@@ -28,13 +28,13 @@ from parallel3d.blueprint.cluster import Cluster, Link, Slots, natural
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.config.user_files import read_given
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.files import replace_durably
 from parallel3d.run_config import Config
 from parallel3d.text import count
-from parallel3d.topology.assumptions import read_given
 from parallel3d.topology.search import place
 
 OWN_FORM = re.compile(r"(\d+)\s+(\S+)\s+(\d+)")

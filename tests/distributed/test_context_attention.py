@@ -169,7 +169,7 @@ def of_a_model_of_ones_own(size: int) -> tuple[float, list[str]]:
             *(x[:, :1] for x in parts), groups.cp, documents=split, style="heads"
         ),
     ):
-        with pytest.raises(p3d.UserError) as raised:
+        with pytest.raises(p3d.Parallel3dError) as raised:
             call()
         said.append(str(raised.value))
     groups.close()

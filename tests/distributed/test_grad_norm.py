@@ -377,7 +377,7 @@ def test_rounding_of_a_zero_gradient_is_not_an_error(
 def said(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
     try:
         call(*args, **kwargs)
-    except (p3d.UserError, RuntimeError) as error:
+    except (p3d.Parallel3dError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -418,17 +418,17 @@ def test_a_norm_that_would_be_wrong_is_refused_on_every_rank(pool: Pool) -> None
     first, second = pool.run(2, refusals)
     assert first[1:] == second[1:]
     wanted = (
-        "UserError: clip_grad_norm_ got no parameter on rank 0",
-        "UserError: clip_grad_norm_(norm_type=-2.0) must be above 0 or inf",
-        "UserError: clip_grad_norm_(max_norm=-1.0) must be at least 0",
-        "UserError: group='tp' must be a group",
-        "UserError: clip_grad_norm_(groups=…) must be groups over which all parameters are split",
+        "Parallel3dError: clip_grad_norm_ got no parameter on rank 0",
+        "Parallel3dError: clip_grad_norm_(norm_type=-2.0) must be above 0 or inf",
+        "Parallel3dError: clip_grad_norm_(max_norm=-1.0) must be at least 0",
+        "Parallel3dError: group='tp' must be a group",
+        "Parallel3dError: clip_grad_norm_(groups=…) must be groups over which all parameters are",
         "",
-        "UserError: clip_grad_norm_ got parameters that every rank holds, whose gradients must",
+        "Parallel3dError: clip_grad_norm_ got parameters that every rank holds, whose gradients",
         "RuntimeError: the norm of order 2.0 of the gradients is not finite",
-        "UserError: clip_grad_norm_ got a sparse gradient",
-        "UserError: clip_grad_norm_ got parameters of a Trainer",
-        "UserError: clip_grad_norm_ got parameters of FullyShardedDataParallel (FSDP1)",
+        "Parallel3dError: clip_grad_norm_ got a sparse gradient",
+        "Parallel3dError: clip_grad_norm_ got parameters of a Trainer",
+        "Parallel3dError: clip_grad_norm_ got parameters of FullyShardedDataParallel (FSDP1)",
     )
     for sentence, start in zip(first, wanted, strict=True):
         assert sentence.startswith(start) and bool(sentence) == bool(start), sentence

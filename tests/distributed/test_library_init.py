@@ -42,7 +42,7 @@ def grids() -> tuple[list, list[str]]:
     for words, of_rank_1, _ in BAD:
         try:
             p3d.init(**(words | of_rank_1 if rank == 1 else words))
-        except p3d.UserError as error:
+        except p3d.Parallel3dError as error:
             said.append(str(error))
     return found, said
 

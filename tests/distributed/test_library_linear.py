@@ -147,7 +147,7 @@ def of_layers_that_are_there() -> None:
     "given", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 )
 def test_a_table_that_cannot_be_split_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(p3d.UserError, match=next(iter(given))):
+    with pytest.raises(p3d.Parallel3dError, match=next(iter(given))):
         p3d.VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, **given))
 
 
@@ -228,7 +228,7 @@ def refused() -> list[str]:
     for call, _ in BAD:
         try:
             call()
-        except (p3d.UserError, IndexError) as error:
+        except (p3d.Parallel3dError, IndexError) as error:
             said.append(str(error))
     wrong = {"weight": torch.zeros(4, 2), "bias": torch.zeros(8)}
     try:

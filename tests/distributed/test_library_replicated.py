@@ -139,7 +139,7 @@ def test_a_gradient_of_the_gradient_is_summed(pool: Pool) -> None:
 def said(call: Callable[..., object], *args: object) -> str:
     try:
         call(*args)
-    except p3d.UserError as error:
+    except p3d.Parallel3dError as error:
         return str(error)
     return ""
 

@@ -149,7 +149,7 @@ def every_kind_of_group() -> None:
     assert net.group.shared is not None  # our group, with its shared memory
     try:
         group_of(square)
-    except p3d.UserError as error:
+    except p3d.Parallel3dError as error:
         assert "must be a mesh of one dimension; select one of them, such as mesh['b']" in str(
             error
         )
@@ -180,5 +180,5 @@ def test_a_dimension_of_one_rank_is_a_mesh(pool: Pool) -> None:
 
 
 def test_groups_without_a_world_have_no_mesh() -> None:
-    with pytest.raises(p3d.UserError, match=r"must have a world of torch\.distributed"):
+    with pytest.raises(p3d.Parallel3dError, match=r"must have a world of torch\.distributed"):
         _ = p3d.ProcessGroups.single().mesh

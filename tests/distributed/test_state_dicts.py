@@ -148,7 +148,7 @@ def refusals() -> list[str]:
     ):
         try:
             ask()
-        except p3d.UserError as error:
+        except p3d.Parallel3dError as error:
             said.append(str(error))
     full = p3d.full_state_dict(counted)
     if group.index == 0:

@@ -166,7 +166,7 @@ def test_the_newest_checkpoint_or_that_of_a_step_is_loaded(pool: Pool, tmp_path:
 def said(call: Callable[..., object], *args: Any, **named: Any) -> str:
     try:
         call(*args, **named)
-    except (p3d.UserError, OSError) as error:
+    except (p3d.Parallel3dError, OSError) as error:
         return str(error)
     return ""
 
@@ -327,7 +327,7 @@ def test_a_manifest_of_somebody_else_is_refused(script: Any, tmp_path: Path) -> 
     manifest = read_manifest(path)
     file.unlink()
     write_manifest(path, dataclasses.replace(manifest, config={"script": script}))
-    with pytest.raises(p3d.UserError, match=r"must be a checkpoint of parallel3d\.save"):
+    with pytest.raises(p3d.Parallel3dError, match=r"must be a checkpoint of parallel3d\.save"):
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         p3d.load({"model": layer, "optimizer": optimizer}, checkpoint_id=tmp_path)
 

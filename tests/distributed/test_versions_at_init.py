@@ -19,7 +19,7 @@ def said(torch: str) -> list[str]:
     lines: list[str] = []
     with (
         patch.object(versions, "installed", {"torch": torch}.get),
-        patch.object(init, "print_line", lines.append),
+        patch.object(init.LOG, "info", lines.append),
     ):
         try:
             p3d.init(device="cpu")

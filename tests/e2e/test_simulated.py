@@ -54,10 +54,10 @@ import torch
 import torch.distributed as dist
 import parallel3d as p3d
 
-groups = p3d.init(tp=2, device="simulated", timeout_s=60)
-if groups.rank == 0 and LAST:
-    exec(LAST)
-dist.all_reduce(torch.ones(3, device=groups.device), group=groups.tp.handle)
+with p3d.init(tp=2, device="simulated", timeout_s=60) as groups:
+    if groups.rank == 0 and LAST:
+        exec(LAST)
+    dist.all_reduce(torch.ones(3, device=groups.device), group=groups.tp.handle)
 """
 
 

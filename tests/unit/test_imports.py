@@ -155,6 +155,18 @@ def closure_of(module: str, root: Path = ROOT) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
+def test_init_imports_little_of_the_package() -> None:
+    code = (
+        "import sys, parallel3d; parallel3d.init; "
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'parallel3d'))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    files = [Path(name) for name in out.stdout.split()]
+    assert len(files) <= 45, files
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 8000
+
+
 @pytest.mark.parametrize(
     ("name", "files", "lines"),
     [

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel3d.cli.verbs import HELP, Verb, parse, refusing, verb_help
+from parallel3d.config.user_files import check_free, write
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.run_config import Config
-from parallel3d.topology.assumptions import check_free, write
 
 REPORT = "report"
 MADE_BY = "parallel3d report"

@@ -15,7 +15,7 @@ from parallel3d.commands.topology.report import (
     picture_of,
     write_report,
 )
-from parallel3d.topology.assumptions import check_free, write
+from parallel3d.config.user_files import check_free, write
 
 
 def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:

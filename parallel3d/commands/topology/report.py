@@ -36,11 +36,7 @@ from parallel3d.text import (
     percent,
     wrap,
 )
-from parallel3d.topology.assumptions import (
-    assume_model,
-    chosen_keys,
-    full_batch,
-)
+from parallel3d.topology.assumptions import assume_model, chosen_keys, full_batch
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.keys import TopologyConfig
 from parallel3d.topology.links import (

@@ -18,8 +18,8 @@ from typing import Any
 
 from parallel3d.blueprint.cluster import Cluster, cluster_of
 from parallel3d.blueprint.keys import ClusterConfig
+from parallel3d.config.user_files import read_given
 from parallel3d.errors import UserError
-from parallel3d.topology.assumptions import read_given
 
 MOST_NODES = 1_000_000  # a longer list must be a mistake, and would fill the memory
 NAME = re.compile(r"[A-Za-z0-9_.-]+")

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from parallel3d.comm import store as job_store
 from parallel3d.comm.store import SECRET, behind_secret, get, listen_at, put
 from parallel3d.errors import UserError
-from parallel3d.run import rendezvous
+from parallel3d.run import agreement, rendezvous
+from parallel3d.run.agreement import assign_rank, tell_rank_0
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.local_workers import _rank_environment, listen_here
-from parallel3d.run.rendezvous import RankZerosError, assign_rank, tell_rank_0
+from parallel3d.run.rendezvous import RankZerosError
 from parallel3d.run_config import Config
 from tests.ports import free_port
 
@@ -201,18 +202,18 @@ def test_entries_with_another_signature_are_ignored(
     store = dist.PrefixStore("attempt0", dist.HashStore())
     word = {"run": "mine", "run_dir": str(tmp_path), "device": "cpu"}
     monkeypatch.setenv(SECRET, "guessed")
-    put(store, rendezvous.RUN_KEY, word)
+    put(store, agreement.RUN_KEY, word)
     monkeypatch.setenv(SECRET, "ours")
     worker = Worker(1, 1, 2, 2, Path(), "slurm")
     second = RankAssignment("slurm", 1, 1, 2, 2, "localhost", 1, "7")
     with pytest.raises(ValueError, match="was not written by a rank of this job"):
-        rendezvous.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
+        agreement.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
     assert worker.run_dir == Path()
     # A valid message under another key is not accepted either.
     put(store, "parallel3d/another", word)
-    store.set(rendezvous.RUN_KEY, store.get("parallel3d/another"))
+    store.set(agreement.RUN_KEY, store.get("parallel3d/another"))
     with pytest.raises(ValueError, match="was not written by a rank of this job"):
-        rendezvous.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
+        agreement.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -252,7 +253,7 @@ def test_a_refusal_before_the_store_exists_reaches_rank_0(tmp_path: Path) -> Non
 def test_a_refusing_rank_does_not_wait_long_for_a_missing_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "TELL_S", 0.2)
+    monkeypatch.setattr(agreement, "TELL_S", 0.2)
     second = dataclasses.replace(place("localhost", free_port()), rank=1)
     tell_rank_0(LaunchConfig(), None, second, UserError("on host n2: no GPU"))
 

@@ -176,7 +176,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
         f"list(cut(find_inputs({str(tmp_path)!r})))"
     )
     ended = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)
-    assert "UserError" in ended.stderr and "parallel3d[parquet]" in ended.stderr
+    assert "Parallel3dError" in ended.stderr and "parallel3d[parquet]" in ended.stderr
 
 
 def test_several_zstd_frames_and_gzip_members_are_one_file(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from parallel3d.cli.verbs import Verb, parse
 from parallel3d.cli.words import last_of_each
 from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.paths import at_home
+from parallel3d.config.user_files import read_given
 from parallel3d.errors import UserError
 from parallel3d.run.checks import check_run_name
 from parallel3d.run_config import Config
-from parallel3d.topology.assumptions import read_given
 from tests.unit.doors.words import (
     GUESSED,
     LISTS,

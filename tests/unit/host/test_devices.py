@@ -23,7 +23,7 @@ from parallel3d.comm.store import put
 from parallel3d.errors import UserError
 from parallel3d.host.devices import DeviceChoice, HostError, device_of_rank, gpu_of_rank
 from parallel3d.library.init import init
-from parallel3d.run import local_workers, rendezvous, worker
+from parallel3d.run import agreement, local_workers, rendezvous, worker
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config, check_config
@@ -104,10 +104,10 @@ def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
         here = Worker(rank, rank, 2, 2, tmp_path, "torchrun", "cuda:0")
         if rank == 1:
             mine = Process(HOST, 1, gpu=gpu_of_rank("cuda:0", os.environ))
-            put(store, f"{rendezvous.PROCESS_KEY}/1", mine)
+            put(store, f"{agreement.PROCESS_KEY}/1", mine)
             continue
         with pytest.raises(UserError) as refused:
-            rendezvous.assign_rank(config, here, store, {}, "bench comm")
+            agreement.assign_rank(config, here, store, {}, "bench comm")
         sentences.append(str(refused.value))
     assert f"ranks 0 and 1 of host {HOST} use the same GPU" in sentences[0]
 
@@ -117,17 +117,17 @@ def test_hosts_with_different_devices_are_refused(
 ) -> None:
     """Rank 0's host has a GPU for each of its ranks; the other host does not."""
     played_cuda(2, monkeypatch)
-    monkeypatch.setattr(rendezvous, "take_run", lambda *_: None)
+    monkeypatch.setattr(agreement, "take_run", lambda *_: None)
     monkeypatch.setattr(rendezvous, "READ_S", 0.0)
     store = dist.PrefixStore("attempt0", dist.HashStore())
     config = check_config(Config(runs_dir=str(tmp_path)), 4)
     for rank in (0, 1):
         here = Worker(rank, rank, 4, 2, Path(), "torchrun")
-        rendezvous.agree_on_run("bench comm", config, place(rank, rank), here, store, "cuda")
+        agreement.agree_on_run("bench comm", config, place(rank, rank), here, store, "cuda")
         assert here.device == f"cuda:{rank}"
     with pytest.raises(UserError, match="rank 0 computes on cuda, but rank 2 would compute on cpu"):
         here = Worker(2, 0, 4, 2, Path(), "torchrun")
-        rendezvous.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
+        agreement.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
 
 
 # --- the rank -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from parallel3d.files import replace_durably
 from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run import directory as run_directory
+from parallel3d.run.agreement import RUN_KEY, agree_on_run
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import (
     check_run,
@@ -36,7 +37,7 @@ from parallel3d.run.directory import (
 from parallel3d.run.failure import from_exception, report_failure
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
-from parallel3d.run.rendezvous import RUN_KEY, agree_on_run, seen_key
+from parallel3d.run.rendezvous import seen_key
 from parallel3d.run_config import Config, check_plain
 
 # The state of a trainer after four steps, as a manifest stores it.

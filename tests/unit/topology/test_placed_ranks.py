@@ -15,8 +15,9 @@ from parallel3d.blueprint.cluster import Cluster, Link, natural
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.errors import UserError
+from parallel3d.run.agreement import PROCESS_KEY, RANKS_KEY, assign_rank, refuse
 from parallel3d.run.launch import Worker
-from parallel3d.run.rendezvous import PROCESS_KEY, RANKS_KEY, assign_rank, refuse, seen_key
+from parallel3d.run.rendezvous import seen_key
 from parallel3d.run_config import Config
 from parallel3d.topology import placed_ranks
 from parallel3d.topology.placed_ranks import (
