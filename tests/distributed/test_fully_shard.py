@@ -136,6 +136,6 @@ def test_averaging_gradients_twice_is_refused(pool: Pool) -> None:
     assert first == second
     pipeline, ddp = first
     assert pipeline.startswith(
-        "UserError: Pipeline(dp=…) must be without modules under fully_shard"
+        "Parallel3dError: Pipeline(dp=…) must be without modules under fully_shard"
     )
     assert ddp.startswith("ValueError: parameter 0.weight is a DTensor, made by fully_shard")

@@ -295,10 +295,10 @@ def test_impossible_input_is_refused_on_every_rank_and_the_next_step_works(pool)
     ]
     for rank, (made, steps) in enumerate(results):
         for sentence, said in zip(wanted, made, strict=True):
-            assert said.startswith(f"UserError: {sentence}"), (rank, said)
+            assert said.startswith(f"Parallel3dError: {sentence}"), (rank, said)
         for (how, *_, sentence), said in zip(STEPS * 2, steps, strict=True):
             if " raised " not in sentence:
-                assert said.startswith(f"UserError: {sentence}"), (rank, said)
+                assert said.startswith(f"Parallel3dError: {sentence}"), (rank, said)
             elif rank == int(sentence[6]):
                 assert not said.startswith(("RuntimeError", "nothing")), (rank, how, said)
             else:
@@ -321,5 +321,5 @@ def test_if_a_replica_fails_no_other_waits_for_ever(pool) -> None:
     other = "RuntimeError: another replica of the pipeline failed in this step"
     good, bad = pool.run(2, one_replica_fails)
     assert good == [other, other, "nothing"]
-    assert bad[0].startswith("UserError: inputs with 3 samples")
+    assert bad[0].startswith("Parallel3dError: inputs with 3 samples")
     assert bad[1:] == ["ValueError: seven", "nothing"]
