@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel3d.blueprint.sizes import loss_chunks
 from parallel3d.parameters.state import state_of
+from parallel3d.tensor_parallel import loss as cross_entropy
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from tests.operators import Operators
 
@@ -36,14 +38,27 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize(
-    "objective",
-    [
-        *(Objective(11), Objective(11, 0.2), Objective(11, 0.1, 0.05)),
-        *(Objective(11, 0.1, 0.05, scale=0.3), Objective(11, 0.1, 0.05, scale=2.0, cap=1.5)),
-    ],
+OBJECTIVES = (
+    *(Objective(11), Objective(11, 0.2), Objective(11, 0.1, 0.05)),
+    *(Objective(11, 0.1, 0.05, scale=0.3), Objective(11, 0.1, 0.05, scale=2.0, cap=1.5)),
 )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_functions_that_an_accelerator_fuses_compute_the_same(objective: Objective) -> None:
+    labels, mask = torch.tensor([[0, 4, 10], [3, 1, 4]]), torch.ones(2, 3, dtype=torch.bool)
+    found = []
+    for fuses in (True, False):
+        x, table = leaf(2, 3, 5), leaf(16, 5)
+        with patch.object(cross_entropy, "fuses", lambda device, fuses=fuses: fuses):
+            loss = HeadLoss(objective).train(x, table, labels, mask, ONE)
+        found.append((loss.detach(), *torch.autograd.grad(loss, (x, table))))
+    for fused, plain in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_gradients_are_finite_differences(objective: Objective, chunk: int | None) -> None:
     head = HeadLoss(objective, chunk_tokens=chunk)
     labels = torch.tensor([[0, 4, 10], [3, 1, 4]])
