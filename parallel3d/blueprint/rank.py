@@ -14,7 +14,7 @@ from parallel3d.blueprint.buckets import (
     padded_numel,
 )
 from parallel3d.blueprint.ops import LayerKind, widths
-from parallel3d.blueprint.parameters import TABLE, TABLES, LocalParameter, stage_parameters
+from parallel3d.blueprint.parameters import TABLES, LocalParameter, stage_parameters
 from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -68,7 +68,6 @@ class PipelineRank:
         self.replicas = self.layout.dp_cp
         self.kinds = _sum_of_kinds([kind for stage in self.stages for kind in self.kinds_of(stage)])
         self.layer_count = sum(len(stage.layers) for stage in self.stages)
-        self.recomputed_layers = sum(stage.recomputed for stage in self.stages)
         self.first = any(stage.first for stage in self.stages)
         self.last = any(stage.last for stage in self.stages)
         self.sp = blueprint.sequence_parallel
@@ -377,21 +376,15 @@ class FlatShard(NamedTuple):
     Attributes:
         spans: (parameter, first, count) for parameters with the same weight decay and replication:
             the shard has `count` elements of each parameter, from element `first` on.
-        tied: whether it is a copy of a tied weight, which the gradient norm does not count.
         shared: number of elements that tp ranks sum (see `LocalParameter`), times their `owners`.
     """
 
     spans: list[tuple[LocalParameter, int, int]]
-    tied: bool
     shared: int
 
     @property
     def numel(self) -> int:
         return sum(count for _, _, count in self.spans)
-
-    @property
-    def decays(self) -> bool:
-        return self.spans[0][0].columns > 1
 
     @property
     def replicated(self) -> bool:
@@ -413,7 +406,6 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     Frozen parameters have none. Without ZeRO the result has all gradients, by bucket. Under zero=1
     it has the rank's part of every bucket, and under zero=2 and 3 its rows of every parameter.
     """
-    tied = rank.is_tied_to_another
     found = []
     if rank.fully_sharded:
         for p in rank.trained:
@@ -421,7 +413,7 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
             most = sharded_numel(p, shards)
             first, end = (min(p.numel, most * i) for i in (at, at + 1))
             shared = p.owners * (end - first if p.shared == p.numel else p.shared)
-            found.append(FlatShard([(p, first, end - first)], tied and p.name == TABLE, shared))
+            found.append(FlatShard([(p, first, end - first)], shared))
         return found
     for bucket in buckets_of(rank):
         shards = rank.shards_of(bucket[0])
@@ -434,10 +426,9 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
             if first < end:
                 by_kind[p.columns > 1, p.replicated].append((p, first, end - first))
             offset += p.numel
-        copy = tied and bucket[0].name == TABLE  # a tied table has a bucket of its own
         for spans in by_kind.values():
             last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in spans]
-            found.append(FlatShard(spans, copy, sum(n for n in last if n > 0)))
+            found.append(FlatShard(spans, sum(n for n in last if n > 0)))
     return found
 
 
