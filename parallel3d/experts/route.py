@@ -238,7 +238,8 @@ class RowExchange:
         groups = Groups.of(self._of_local, counts[2 * ep.size :])
         sizes = to.given, to.taken, to.most
         chosen = collectives.all_to_all_rows(self._experts[to.tokens], ep, *sizes)
-        del self._experts, self._goes  # the messages outlive them until the backward
+        # Only the messages are needed until the backward.
+        del self._experts, self._goes, self._of_local, self._counts
         return Rows.sorted_by(_local(chosen, self._local, ep.index), groups, groups.total)
 
 
