@@ -25,8 +25,6 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import one_wait_a_step
 
-pytestmark = pytest.mark.nightly
-
 Sizes = tuple[int, ...]
 Mutation = Callable[[], AbstractContextManager[Any]]
 Keys = tuple[tuple[str, Any], ...]
@@ -109,6 +107,7 @@ def named(runs: list[tuple[Sizes, list[tuple[Case, list[int]]]]]) -> list[str]:
     return ["-".join(map(str, sizes)) for sizes, _ in runs]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("sizes", "cases"), CASES, ids=named(CASES))
 def test_bits_equal_a_run_without_offload(
     sizes: Sizes, cases: list[tuple[Case, list[int]]], pool: Pool
@@ -116,6 +115,7 @@ def test_bits_equal_a_run_without_offload(
     check(pool.run(math.prod(sizes), run_both, sizes, cases, timeout_s=900))
 
 
+@pytest.mark.nightly
 def test_no_access_on_the_device_is_unordered(simulated: SimulatedPool) -> None:
     """Races, and pinned memory that is overwritten before its copy, raise; the host waits once.
 
@@ -138,6 +138,7 @@ def slabs_over(steps: int) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.nightly
 def test_no_slab_leaks(pool: Pool) -> None:
     (found,) = pool.run(1, slabs_over, 20)
     assert set(found) == {found[0]} and found[0][0] == found[0][1] > 0
