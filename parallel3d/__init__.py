@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel3d.blueprint.layout import Layout
+    from parallel3d.build import Trainer
     from parallel3d.cli.overrides import compose
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.commands.verify import verify
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from parallel3d.run_config import Config, check_config
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from parallel3d.trainer import Trainer
 
 __version__ = "0.2.0"
 
@@ -75,7 +75,7 @@ _HOME = {
     "RowParallelLinear": "parallel3d.tensor_parallel.layers",
     "Sample": "parallel3d.data.sampler",
     "SplitSequences": "parallel3d.library.sequences",
-    "Trainer": "parallel3d.trainer",
+    "Trainer": "parallel3d.build",
     "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
     "check_config": "parallel3d.run_config",
     "check_replicated": "parallel3d.library.grad_norm",

@@ -1,21 +1,30 @@
-"""Builds a rank's model and the objects that train it, in the order in which they are needed."""
+"""Builds a rank's groups, model and trainer from a configuration, part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.groups import two_levels
+from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.process_groups import Interfaces, ProcessGroups, shards_and_replicas
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.comm.turns import Turns
+from parallel3d.data.loader import with_length
+from parallel3d.data.sampler import SampleSource, TrainingText
+from parallel3d.data.tokens import WatchedFile
 from parallel3d.data_parallel.build import ShardedLayer, data_parallel_engine
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device import accelerator
-from parallel3d.device.precision import compute_dtype
+from parallel3d.device.precision import compute_dtype, set_numerics
+from parallel3d.errors import UserError
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
@@ -25,33 +34,88 @@ from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs, measure_baseline_latency
+from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run.keys import LaunchConfig
+from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.schedule import Schedule
+from parallel3d.trainer import RankParts, RankTrainer, StepSamples
 
 if TYPE_CHECKING:
-    from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.data_parallel.interface import DataParallel
 
 
-@dataclass(frozen=True)
-class RankParts:
-    """A rank's model and the objects that train it.
+class Trainer(RankTrainer):
+    """Trains one rank's part of the model.
 
-    Attributes:
-        stages: the rank's pipeline stages, in the order of its chunks.
-        tied_name: the name of the embedding table if it is trained and another rank holds a copy
-            of it; otherwise None.
-        data_parallel: sums gradients over the replicas, and holds the parameters.
-        executor: runs the stages' forwards and backwards, and exchanges their messages.
-        balance: balances the load of the experts; None for a model without experts.
+    Args:
+        config: a complete configuration, which is checked here again for users of the library.
+        groups: the process groups of this rank.
+        device: the device of this rank.
+        corpus: the result of `open_corpus`, with training and held-out samples; None if the samples
+            come from the sources.
+        train_source, valid_source: the training and held-out samples without a corpus.
+        valid_sets: the samples of the validation sets by name; a source with `windows` (`Finite`)
+            has that many samples, and any other source is endless.
+        token_bytes: (vocabulary,), the number of bytes in each token's text, for `Score`; None if
+            it is unknown.
+        valid_files: the open files of the validation sets, which are checked for changes.
+        stop_requested: returns whether this rank was asked to end the run; called in every step.
+
+    Raises:
+        UserError: if the configuration cannot work.
     """
 
-    stages: Sequence[Stage]
-    tied_name: str | None
-    data_parallel: DataParallel
-    optimizer: Optimizer
-    executor: Executor
-    balance: BalanceOfRun | None
+    def __init__(
+        self,
+        config: Config,
+        groups: ProcessGroups,
+        device: torch.device,
+        corpus: TrainingText | None = None,
+        train_source: SampleSource | None = None,
+        valid_source: SampleSource | None = None,
+        valid_sets: Mapping[str, SampleSource] | None = None,
+        token_bytes: npt.NDArray[np.int64] | None = None,
+        valid_files: Sequence[WatchedFile] = (),
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        own_samples = train_source is not None
+        may_resume = config.run is not None  # only `restore` knows whether the run resumes
+        size = groups.layout.world_size
+        config = check_config(config, size, own_samples=own_samples, may_resume=may_resume)
+        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve "auto"
+            raise UserError(
+                "context_parallel.style=auto must be gather, heads or ring if you create a Trainer "
+                "yourself; the nearest is context_parallel.style=gather"
+            )
+        blueprint, timer = blueprint_of(config), StepTimer(device)
+        groups = groups.observed(timer=timer)
+        set_numerics(config.precision, device, config.deterministic)
+        schedule = blueprint.pipeline.schedule()
+        self.stages, parts = build(blueprint, schedule, groups, device, config.launch, timer)
+        held_out_parts: Mapping[str, SampleSource] = {}
+        if corpus is not None:
+            train_source, valid_source, held_out_parts = corpus.sources(
+                config.model, config.data, config.seed
+            )
+        if train_source is None:
+            raise ValueError("a Trainer needs a corpus or a train_source")
+        if config.train.epochs is not None:
+            train = with_length(config.train, train_source)
+            config = dataclasses.replace(config, train=train)
+            config = check_config(config, own_samples=corpus is None, may_resume=may_resume)
+        self.config, self.corpus, self.valid_files = config, corpus, valid_files
+        samples = StepSamples(
+            train_source,
+            checks_tokens=corpus is None,
+            document_mask=config.data.masks_documents,
+            held_out=valid_source,
+            held_out_parts=held_out_parts,
+            valid_sets=valid_sets or {},
+            token_bytes=token_bytes,
+            eval_batches=config.train.eval_batches,
+        )
+        length = config.planned_length
+        super().__init__(blueprint, parts, samples, length, groups, device, timer, stop_requested)
 
 
 def build(
@@ -61,7 +125,7 @@ def build(
     device: torch.device,
     launch: LaunchConfig,
     timer: StepTimer,
-) -> RankParts:
+) -> tuple[Sequence[Stage], RankParts]:
     """Builds a rank's layers, parameters, compiled code, optimizer and executor; collective.
 
     Args:
@@ -100,7 +164,15 @@ def build(
         blueprint, schedule, stages, engine, groups, device, launch, timer, turns, offload
     )
     balance = expert_balance(blueprint, stages, groups)
-    return RankParts(stages, next(iter(tied), None), engine, optimizer, executor, balance)
+    return stages, RankParts(
+        executor,
+        engine,
+        optimizer,
+        balance,
+        tied_name=next(iter(tied), None),
+        needs_batch=any(stage.first or stage.last for stage in stages),
+        has_loss=stages[-1].last,
+    )
 
 
 def sharded_layers(stages: Sequence[Stage]) -> list[ShardedLayer]:
@@ -114,6 +186,24 @@ def sharded_layers(stages: Sequence[Stage]) -> list[ShardedLayer]:
         for stage in stages
         for index, block in enumerate(stage.blocks.values())
     ]
+
+
+def groups_of_run(config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
+    """Creates the groups of a run's layout on this rank, as configured; collective.
+
+    `placement` maps the ranks to the GPUs of the cluster; it is None if no cluster is known.
+    """
+    device_type, layout = device.split(":")[0], layout_of(config)
+    interfaces = None
+    if device_type == "cpu":
+        interfaces = Interfaces.of_run(config.cluster, placement)
+    levels = None
+    if config.ddp.hierarchical and placement is not None:
+        levels = two_levels(placement, "dp_cp")
+    if config.zero > 1 and config.ddp.shard_size is not None:
+        levels = shards_and_replicas(layout, config.ddp.shard_size)
+    timeout_s = config.launch.timeout_s
+    return ProcessGroups.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
 
 
 def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:

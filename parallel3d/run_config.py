@@ -27,6 +27,7 @@ from parallel3d.config.fields import (
     values_of,
     with_values,
 )
+from parallel3d.config.length import PlannedLength
 from parallel3d.config.values import (
     BatchSizes,
     Replicas,
@@ -189,6 +190,11 @@ class Config(
         if self.train.epochs is not None:
             raise ValueError("the steps of train.epochs are known when the data is open")
         return self.train.steps or DEFAULT_STEPS
+
+    @property
+    def planned_length(self) -> PlannedLength:
+        """Returns the length of a new run; raises ValueError for `train.epochs`."""
+        return PlannedLength(self.batch_sizes, self.train_steps, self.budget)
 
 
 # Sections of subcommands, which the config.yaml of earlier versions contains.

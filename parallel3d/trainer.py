@@ -1,4 +1,7 @@
-"""Trains one rank's part of the model, and runs each step from forward to optimizer."""
+"""Runs the steps of one rank, each from forward to optimizer.
+
+Nothing here knows the configuration: `build.Trainer` builds a rank's parts from it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,23 +21,20 @@ import torch
 from torch import Tensor
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.build import build
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.length import Length, clock_of
+from parallel3d.config.length import PlannedLength, clock_of
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.data.loader import Batches, MicroBatch, with_length
-from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, TrainingText
-from parallel3d.data.tokens import WatchedFile
-from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
-from parallel3d.errors import UserError
-from parallel3d.experts.balance import ExpertFigures
-from parallel3d.metrics.jsonl import Score
+from parallel3d.data.loader import Batches, MicroBatch
+from parallel3d.data.sampler import Finite, FirstSamples, SampleSource
+from parallel3d.data_parallel.interface import DataParallel
+from parallel3d.device.precision import LossScale, compute_dtype
+from parallel3d.experts.balance import BalanceOfRun, ExpertFigures
 from parallel3d.models.rotary import rope_switch
-from parallel3d.optim.optimizer import learning_rate
+from parallel3d.optim.optimizer import Optimizer, learning_rate
 from parallel3d.optim.thaws import THAWS, thaws_of
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.slices import (
@@ -44,7 +44,7 @@ from parallel3d.parameters.slices import (
     state_slice,
     with_averages,
 )
-from parallel3d.run_config import Config, check_config
+from parallel3d.pipeline.executor import Executor
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tensor_parallel.partial_gradients import (
@@ -92,6 +92,38 @@ def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
     return StepSums(*([*itertools.islice(values, share.numel())] for share in shares))
 
 
+class Score(NamedTuple):
+    """Score of a validation set.
+
+    Attributes:
+        nats: sum of the tokens' cross-entropies.
+        tokens: number of tokens with a loss.
+        bytes: number of bytes of these tokens' text; None if the tokenizer is unknown.
+    """
+
+    nats: float
+    tokens: int
+    bytes: int | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """Returns the loss in nats per token, or None without a token to predict."""
+        return self.nats / self.tokens if self.tokens else None
+
+    @property
+    def perplexity(self) -> float | None:
+        try:
+            return None if self.loss is None else math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def row(self) -> dict[str, float | None]:
+        """Returns the recorded figures: loss, perplexity, bits_per_byte, tokens."""
+        bits = self.nats / math.log(2) / self.bytes if self.bytes else None
+        figures = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": bits}
+        return figures | {"tokens": self.tokens}
+
+
 class EvaluatedSet(NamedTuple):
     """A set of samples to evaluate; `samples` is their number, or None for an endless source."""
 
@@ -125,77 +157,107 @@ class StepResult(NamedTuple):
     experts: ExpertFigures | None = None
 
 
-@dataclass
-class Trainer:
-    """Trains one rank's part of the model.
+@dataclass(frozen=True)
+class RankParts:
+    """The objects that the steps of a rank use; `build.build` makes them.
 
-    Args:
-        config: a complete configuration, which is checked here again for users of the library.
-        groups: the process groups of this rank.
-        device: the device of this rank.
-        corpus: the result of `open_corpus`, with training and held-out samples; None if the samples
-            come from the sources.
-        train_source, valid_source: the training and held-out samples without a corpus.
+    Attributes:
+        executor: runs the forwards and backwards of the stages, and exchanges their messages.
+        data_parallel: sums gradients over the replicas, and holds the parameters.
+        balance: balances the load of the experts; None for a model without experts.
+        tied_name: the name of the embedding table if it is trained and another rank holds a copy
+            of it; otherwise None.
+        needs_batch: whether a stage of this rank reads tokens or labels.
+        has_loss: whether the last stage of this rank computes the loss.
+    """
+
+    executor: Executor
+    data_parallel: DataParallel
+    optimizer: Optimizer
+    balance: BalanceOfRun | None
+    tied_name: str | None
+    needs_batch: bool
+    has_loss: bool
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of a run.
+
+    Attributes:
+        train: the training samples.
+        checks_tokens: whether tokens may be outside the vocabulary, as in a user's own source.
+        document_mask: whether tokens attend only to their own document.
+        held_out: the held-out samples, or None.
+        held_out_parts: the held-out samples of each part of a blend, by name.
         valid_sets: the samples of the validation sets by name; a source with `windows` (`Finite`)
             has that many samples, and any other source is endless.
         token_bytes: (vocabulary,), the number of bytes in each token's text, for `Score`; None if
             it is unknown.
-        valid_files: the open files of the validation sets, which are checked for changes.
+        eval_batches: `train.eval_batches`.
+    """
+
+    train: SampleSource
+    checks_tokens: bool
+    document_mask: bool
+    held_out: SampleSource | None
+    held_out_parts: Mapping[str, SampleSource]
+    valid_sets: Mapping[str, SampleSource]
+    token_bytes: npt.NDArray[np.int64] | None
+    eval_batches: int | None
+
+
+class RankTrainer:
+    """Runs the steps of one rank; `build.Trainer` makes it of a configuration.
+
+    Args:
+        blueprint: what the ranks of the run share.
+        parts: the objects that a step uses, built from the blueprint.
+        samples: the samples of the run.
+        planned_length: the length of the run, if it is new.
+        groups: the process groups of this rank, whose collectives `step_timer` times.
+        device: the device of this rank.
+        step_timer: times the parts of a step.
         stop_requested: returns whether this rank was asked to end the run; called in every step.
 
     Attributes:
         copied: an event that is cleared while a checkpoint in progress copies the parameters, which
             must not change until then.
-
-    Raises:
-        UserError: if the configuration cannot work.
     """
 
-    config: Config
-    groups: ProcessGroups
-    device: torch.device
-    corpus: TrainingText | None = None
-    train_source: SampleSource | None = None
-    valid_source: SampleSource | None = None
-    valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
-    token_bytes: npt.NDArray[np.int64] | None = None
-    valid_files: Sequence[WatchedFile] = ()
-    stop_requested: Callable[[], bool] = lambda: False
-
-    def __post_init__(self) -> None:
-        own_samples = self.train_source is not None
-        may_resume = self.config.run is not None  # only `restore` knows whether the run resumes
-        size = self.groups.layout.world_size
-        config = check_config(self.config, size, own_samples=own_samples, may_resume=may_resume)
-        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve "auto"
-            raise UserError(
-                "context_parallel.style=auto must be gather, heads or ring if you create a Trainer "
-                "yourself; the nearest is context_parallel.style=gather"
-            )
-        self.config = config
-        self.blueprint = blueprint = Blueprint.of(config)
-        self.dtype = compute_dtype(config.precision)
-        self.step_timer = StepTimer(self.device)
-        self.groups = self.groups.observed(timer=self.step_timer)
-        set_numerics(config.precision, self.device, config.deterministic)
-        self.loss_scale = LossScale(config.precision)
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        parts: RankParts,
+        samples: StepSamples,
+        planned_length: PlannedLength,
+        groups: ProcessGroups,
+        device: torch.device,
+        step_timer: StepTimer,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.blueprint = blueprint
+        self.groups = groups
+        self.device = device
+        self.step_timer = step_timer
+        self.dtype = compute_dtype(blueprint.precision)
+        self.loss_scale = LossScale(blueprint.precision)
         self.use(blueprint.pipeline.schedule())
-        parts = build(
-            blueprint, self.schedule, self.groups, self.device, config.launch, self.step_timer
-        )
-        self.stages = parts.stages
         self.tied_name = parts.tied_name
         self.data_parallel = parts.data_parallel
         self.parameters = parts.data_parallel.parameters
         self.optimizer = parts.optimizer
         self.executor = parts.executor
-        self.needs_batch = any(stage.first or stage.last for stage in self.stages)
-        self.has_loss = self.stages[-1].last
+        self.needs_batch = parts.needs_batch
+        self.has_loss = parts.has_loss
         self.balance = parts.balance
-        self._open_data()
+        self.planned_length = planned_length
+        self.length = planned_length.after()
+        self.use_samples(samples)
         self.steps_done = 0
         self.consumed_samples = 0
-        self.batch = config.global_batch_size  # after a step, the global batch of that step
+        self.batch = blueprint.global_batch_size  # after a step, the global batch of that step
+        self.stop_requested = stop_requested
         self.copied = threading.Event()
         self.copied.set()
 
@@ -207,26 +269,13 @@ class Trainer:
         self.program = program[rank]
         self.forwards = schedule.forwards()[rank]
 
-    def _open_data(self) -> None:
-        parts: Mapping[str, SampleSource] = {}
-        if self.corpus is not None:
-            self.train_source, self.valid_source, parts = self.corpus.sources(
-                self.config.model, self.config.data, self.config.seed
-            )
-        if self.train_source is None:
-            raise ValueError("a Trainer needs a corpus or a train_source")
-        if self.config.train.epochs is not None:
-            train = with_length(self.config.train, self.train_source)
-            config = replace(self.config, train=train)
-            may_resume = config.run is not None
-            self.config = check_config(
-                config, own_samples=self.corpus is None, may_resume=may_resume
-            )
-        self.length = Length.of_run(self.config)
-        self.train_batches = self._batches(self.train_source, ahead=self.corpus is not None)
-        self.held_out = None if self.valid_source is None else self._evaluated(self.valid_source)
-        self.held_out_parts = {name: self._evaluated(part) for name, part in parts.items()}
-        sets = self.valid_sets.items()
+    def use_samples(self, samples: StepSamples) -> None:
+        """Trains and evaluates with these samples from now on."""
+        self.samples = samples
+        self.train_batches = self._batches(samples.train, ahead=not samples.checks_tokens)
+        self.held_out = None if samples.held_out is None else self._evaluated(samples.held_out)
+        parts, sets = samples.held_out_parts.items(), samples.valid_sets.items()
+        self.held_out_parts = {name: self._evaluated(part) for name, part in parts}
         self.evaluated_sets = {name: self._evaluated(source) for name, source in sets}
 
     def _evaluated(self, source: SampleSource) -> EvaluatedSet:
@@ -236,39 +285,40 @@ class Trainer:
         return EvaluatedSet(self._batches(FirstSamples(source, samples)), samples)
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
-        config, dp = self.config, self.groups.dp
+        blueprint, model = self.blueprint, self.blueprint.model
         split = None
-        if self.groups.cp.size > 1 or config.model.sliding_window is not None:
-            split = SequenceSplit.of_run(self.blueprint, self.groups.cp.index)
+        if self.groups.cp.size > 1 or model.sliding_window is not None:
+            split = SequenceSplit.of_run(blueprint, self.groups.cp.index)
         return Batches(
             source,
-            config.micro_batch_size,
-            config.num_microbatches,
-            dp.index,
+            blueprint.micro_batch_size,
+            blueprint.microbatches,
+            self.groups.dp.index,
             self.device,
             needs_batch=self.needs_batch,
-            document_mask=config.data.masks_documents,
-            stride=config.global_batch_size if ahead else 0,
+            document_mask=self.samples.document_mask,
+            stride=blueprint.global_batch_size if ahead else 0,
             split=split,
-            vocab_size=None if self.corpus is not None else config.model.vocab_size,
+            vocab_size=model.vocab_size if self.samples.checks_tokens else None,
             routes=self.balance is not None and bool(self.balance.routers),
-            measures=any(rope_switch(config.model, rope) for rope in config.model.ropes),
+            measures=any(rope_switch(model, rope) for rope in model.ropes),
         )
 
     @property
     def tokens_per_step(self) -> int:
         """Returns the number of tokens read in the last step."""
-        return self.batch * self.config.model.seq_length
+        return self.batch * self.blueprint.model.seq_length
 
     def _resize(self) -> None:
         """Switches to the global batch that `train.batch_schedule` gives the next step.
 
         Evaluations still use `global_batch_size`.
         """
-        config, batch = self.config, self.config.batch_sizes.at(self.consumed_samples)
-        if config.train.batch_schedule is None or batch == self.batch:
+        blueprint, batch = self.blueprint, self.planned_length.sizes.at(self.consumed_samples)
+        if batch == self.batch:
             return
-        count, forwards = config.microbatches_of(batch), self.forwards
+        count = batch // (blueprint.micro_batch_size * blueprint.layout.dp)
+        forwards = self.forwards
         self.use(self.blueprint.pipeline.schedule(count))
         self.batch = batch
         self.forwards = forwards
@@ -301,7 +351,7 @@ class Trainer:
         if unused and step == 0:
             log.warning("no gradient reached %s", ", ".join(unused))
         with self.step_timer.range("partial sums"):
-            if self.config.sp:
+            if self.blueprint.layer.sp:
                 all_reduce_layernorm_grads(self.data_parallel.segments, self.groups.tp)
             all_reduce_shared_kv_grads(self.data_parallel.segments, self.groups.tp)
             if self.tied_name is not None:
@@ -309,7 +359,7 @@ class Trainer:
                 all_reduce_embedding_grads(table, self.groups.embedding)
         with self.step_timer.range("grad norm"):
             loss, grad_norm, stop, experts = self._agree(loss_sum, tokens)
-        lr = learning_rate(self.config.optim, self.length.end, self.length.place(step + 1))
+        lr = learning_rate(self.blueprint.optim, self.length.end, self.length.place(step + 1))
         finite = loss is not None and math.isfinite(loss + grad_norm)
         self.copied.wait()
         if finite:
@@ -368,7 +418,7 @@ class Trainer:
 
         A set with fewer samples is evaluated once as a whole.
         """
-        size, most = self.config.global_batch_size, self.config.train.eval_batches
+        size, most = self.blueprint.global_batch_size, self.samples.eval_batches
         end = of.samples if most is None else most * size
         if end is None:
             raise ValueError(
@@ -386,12 +436,12 @@ class Trainer:
             load = functools.partial(of.batches.micro_batch, first)
             loss_sum = self.executor.evaluate(self.forwards, load)
             total[:2] += self.share_of_loss(loss_sum, tokens)
-            if self.token_bytes is not None and self.has_loss and is_first:
-                total[2] += of.batches.byte_count(first, self.token_bytes)
+            if self.samples.token_bytes is not None and self.has_loss and is_first:
+                total[2] += of.batches.byte_count(first, self.samples.token_bytes)
         collectives.all_reduce(total, self.groups.world)
         with blocking(self.groups.world):
             nats, count, size_in_bytes = total.tolist()
-        text = None if self.token_bytes is None else int(size_in_bytes)
+        text = None if self.samples.token_bytes is None else int(size_in_bytes)
         return Score(nats, int(count), text)
 
     @contextmanager
@@ -462,7 +512,7 @@ class Trainer:
         )
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm
-        if not math.isfinite(square) and self.config.optim.clip_grad > 0:
+        if not math.isfinite(square) and self.blueprint.optim.clip_grad > 0:
             # The squares of gradients above 1e19 overflow in fp32, although clipping would make the
             # gradients ordinary. Without clipping, AdamW's own squares would overflow too.
             share = self.share_of_norm(torch.float64)
@@ -498,7 +548,7 @@ class Trainer:
         With `optim.ema_decay`, these include averages of frozen parameters.
         """
         slices = self.parameter_slices()
-        return slices if self.config.optim.ema_decay is None else with_averages(slices)
+        return slices if self.blueprint.optim.ema_decay is None else with_averages(slices)
 
     def progress(self) -> dict[str, Any]:
         return {
@@ -518,8 +568,8 @@ class Trainer:
         self.steps_done = int(progress["steps"])
         self.consumed_samples = int(progress["consumed_samples"])
         clock = clock_of(progress, there)
-        self.length = Length.of_run(self.config, self.steps_done, self.consumed_samples, clock)
-        thaws = thaws_of(progress, there, self.config.optim)
+        self.length = self.planned_length.after(self.steps_done, self.consumed_samples, clock)
+        thaws = thaws_of(progress, there, self.blueprint.optim)
         self.optimizer.restore(int(progress["updates"]), thaws)
         self.loss_scale.restore(progress)
         self.data_parallel.all_gather_params()

@@ -36,12 +36,12 @@ import torch
 
 from benchmarks.failures.command_cases import HERE, SETTINGS, STEPS, composed, without_hydra
 from benchmarks.failures.command_checks import CURVE, TRACEBACK
+from parallel3d.build import Trainer
 from parallel3d.cli import command_line
 from parallel3d.data import remote
 from parallel3d.data.indexed import HEADER
 from parallel3d.host.processes import die_with_parent
 from parallel3d.metrics import recorder
-from parallel3d.trainer import Trainer
 from tests.corpora import like_pair
 from tests.e2e.ready_process import NEEDED
 from tests.http_files import ETAG, MODIFIED, Server, use_some_http

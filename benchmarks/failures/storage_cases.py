@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_folder
@@ -20,7 +21,6 @@ from parallel3d.data.sampler import Sample
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run.directory import save_config
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 
 # two steps that were saved before, and the step to save; two checkpoints are kept
 OLD, NEW, NEXT = 3, 6, 9

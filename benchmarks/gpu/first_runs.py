@@ -29,9 +29,9 @@ from benchmarks.gpu.commands import (
 )
 from benchmarks.gpu.rows import model_of, trainer_of
 from benchmarks.gpu.tasks import NOTED, Given, Row, judged, noted
+from parallel3d.build import Trainer
 from parallel3d.device import accelerator
 from parallel3d.device.fused import has_kernel_compiler
-from parallel3d.trainer import Trainer
 
 # MFU, by the datasheet, that a 1B model should reach; an H100 reached 0.588 in eager mode.
 EXPECTED_MFU = 0.50

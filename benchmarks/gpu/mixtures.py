@@ -27,13 +27,13 @@ from benchmarks.gpu.commands import (
 from benchmarks.gpu.first_values import ROUNDED, SUMMED, WIDE, relative_error
 from benchmarks.gpu.rows import MAX_GRAD_NORM, RandomTokens, model_of, seconds_of
 from benchmarks.gpu.tasks import NOTED, Given, Row, judged
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data.sampler import Sample
 from parallel3d.device.grouped import Groups
 from parallel3d.device.wide import wide_linear
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 
 PEAK_OFF = 0.03  # tolerance of a peak, as a share of the dry run's
 TINY = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 32}

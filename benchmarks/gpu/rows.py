@@ -23,12 +23,12 @@ import torch
 
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config, conf_dir
-from parallel3d.trainer import Trainer
 
 
 @dataclass(frozen=True)

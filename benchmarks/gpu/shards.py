@@ -13,12 +13,12 @@ import torch.distributed as dist
 from benchmarks.gpu.rows import RandomTokens, Size, model_of, peak_memory_gb, seconds_of
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import layer_flops
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 
 SHARDS = {"llama3_70b": Layout(tp=8, pp=10), "gpt3_175b": Layout(tp=8, pp=16)}
 

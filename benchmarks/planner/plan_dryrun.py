@@ -22,7 +22,6 @@ import numpy as np
 
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.commands.dryrun import find_facts
 from parallel3d.commands.options import CommandConfig
@@ -32,6 +31,7 @@ from parallel3d.estimate.memory import host_memory, peak_memory
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import layout_of
 from parallel3d.run_config import check_config
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.topology.assumptions import preset

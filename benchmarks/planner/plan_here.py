@@ -37,7 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel3d.blueprint.layout import layout_of
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.plan import searched
 from parallel3d.data.sampler import Sample
@@ -45,8 +45,8 @@ from parallel3d.estimate.profiled_cost import MeasuredMachine, read, step_time
 from parallel3d.estimate.search import configure
 from parallel3d.host.memory import keep_freed_memory
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config, check_config
-from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 
 MODEL: dict[str, Any] = {

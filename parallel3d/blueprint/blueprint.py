@@ -1,6 +1,6 @@
-"""Derives the parameters and the work of every rank of a run from a checked configuration.
+"""Derives the parameters and the work of every rank of a run from its settings.
 
-A `Blueprint` is the only reader of the keys of layout, schedule, layers and batch. The trainer
+`resolve.blueprint_of` makes a `Blueprint` of a checked configuration. The trainer
 builds the whole model from it, the dry run builds one rank, and the planner estimates time and
 memory. `rank.PipelineRank` derives the sizes of one rank from it.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import (
     ExpertWidths,
     LayerKind,
@@ -25,17 +25,14 @@ from parallel3d.blueprint.ops import (
 from parallel3d.blueprint.parameters import first_trained, fixed_states, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import (
-    StageWeights,
     balance_layers,
     checked_split,
     head_cost,
 )
-from parallel3d.config.values import parts_of
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
-from parallel3d.run_config import Config
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, Schedule, assignment_of
@@ -71,24 +68,6 @@ class PipelineSettings:
     memory: float
     whole_backwards: bool
     overlaps: bool
-
-    @classmethod
-    def of(cls, config: Config) -> PipelineSettings:
-        keys, layout = config.schedule, layout_of(config)
-        forward, input, weight = keys.costs
-        sequences = config.micro_batch_size * layout.dp
-        return cls(
-            name=keys.name,
-            file=keys.file,
-            ranks=config.pp,
-            chunks=config.vpp,
-            microbatches=config.global_batch_size // sequences,
-            earlier=tuple(batch // sequences for batch in config.batch_sizes.sizes[:-1]),
-            work=RankWork(forward, input, weight, keys.hop, StageWeights.of_run(config)),
-            memory=1.0 if keys.memory is None else keys.memory,
-            whole_backwards=config.zero > 1 and layout.most_copies > 1,
-            overlaps=config.moe.overlap,
-        )
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
         """Returns the schedule for `microbatches` micro-batches.
@@ -184,20 +163,6 @@ class LayerSettings:
     attention_kernel: str
     dispatch: str
 
-    @classmethod
-    def of(cls, config: Config) -> LayerSettings:
-        return cls(
-            sp=config.sp,
-            recompute=parts_of(config.recompute),
-            chunks=config.tensor_parallel.chunks,
-            mlp_chunks=config.mlp_chunks,
-            gather_qk=config.tensor_parallel.attention == "gather_qk",
-            cp_style=config.context_parallel.style,
-            cp_balance=config.context_parallel.balance,
-            attention_kernel=config.attention_kernel,
-            dispatch=config.moe.dispatch,
-        )
-
 
 @dataclass(frozen=True)
 class DataParallelSettings:
@@ -217,21 +182,10 @@ class DataParallelSettings:
     comm_hook: str
     overlap: bool
 
-    @classmethod
-    def of(cls, config: Config) -> DataParallelSettings:
-        ddp = config.ddp
-        return cls(
-            zero=config.zero,
-            every_microbatch=ddp.reduces_every_microbatch(config.zero),
-            bucket_cap_mb=ddp.bucket_cap_mb,
-            comm_hook=ddp.comm_hook,
-            overlap=ddp.overlap,
-        )
-
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Holds the facts of a run that its ranks share; `Blueprint.of` creates it.
+    """Holds the facts of a run that its ranks share; `resolve.blueprint_of` creates it.
 
     Attributes:
         given: `schedule.layers_per_stage`, or None if layers are balanced by cost.
@@ -267,31 +221,6 @@ class Blueprint:
     loss: LossConfig
     balance: ExpertsConfig
     load: float = 1.0
-
-    @classmethod
-    def of(cls, config: Config) -> Blueprint:
-        given = config.schedule.layers_per_stage
-        return cls(
-            model=config.model,
-            layout=layout_of(config),
-            pipeline=PipelineSettings.of(config),
-            layer=LayerSettings.of(config),
-            data=DataParallelSettings.of(config),
-            given=None if given is None else tuple(given),
-            recompute_layers=tuple(config.recompute_layers or ()),
-            offload_layers=tuple(config.offload_layers or ()),
-            slices=config.schedule.slices,
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-            local_seq_length=config.local_seq_length,
-            precision=config.precision,
-            device=config.device,
-            seed=config.seed,
-            compiles=config.compile,
-            optim=config.optim,
-            loss=config.loss,
-            balance=config.moe,
-        )
 
     @property
     def microbatches(self) -> int:

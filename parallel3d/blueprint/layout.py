@@ -5,13 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from parallel3d.text import shortened
-
-if TYPE_CHECKING:
-    from parallel3d.run_config import Config
-
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
 EXPERT_DIMENSIONS = ("ep", "edp")  # groups of a stage's ranks that are not dimensions of the grid
@@ -156,10 +152,3 @@ class Layout:
         ordered = [d for d in reversed(self.order.split("-")) if d in dims]  # slowest first
         steps = [range(0, self.size(d) * self.stride(d), self.stride(d)) for d in ordered]
         return [base + sum(offsets) for offsets in itertools.product(*steps)]
-
-
-def layout_of(config: Config) -> Layout:
-    """Returns the layout of a checked configuration; if `dp` is None, dp is 1 and ep at most 1."""
-    ep = 1 if config.dp is None else config.ep
-    ep = ep if config.model.num_experts else 0
-    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, ep=ep)

@@ -10,13 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from parallel3d.blueprint.ops import flops, layer_costs, layer_kinds, ops_of
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.config.fields import show
-from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
-from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Weights
 
@@ -170,26 +167,6 @@ class StageWeights:
     balances: bool = False
     again: float = 0.0
     recompute_layers: tuple[int, ...] = ()
-
-    @classmethod
-    def of_run(cls, config: Config, balances: bool = False) -> StageWeights:
-        model, given = config.model, config.schedule.layers_per_stage
-        sp, recompute = config.sp and config.tp > 1, parts_of(config.recompute)
-        repeated = every = 0.0
-        for kind, count in layer_kinds(model).items():
-            of_kind = model, kind, config.tp, sp, recompute
-            ops = ops_of(*of_kind, ep=config.ep, settings=config.moe)
-            repeated += count * flops(ops.repeated, model.seq_length)
-            every += count * flops(ops.ops, model.seq_length)
-        return cls(
-            layer_costs(model),
-            head_cost(model),
-            config.pp,
-            None if given is None else tuple(given),
-            balances,
-            repeated / every,
-            tuple(config.recompute_layers or ()),
-        )
 
     def __call__(self, assignment: StageAssignment) -> Weights | None:
         """Returns the weights of each stage, or None if the model cannot have these stages."""

@@ -27,7 +27,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings, StageBlueprint
+from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import layer_kinds
@@ -81,6 +81,7 @@ from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import ActionTimes, Executor
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
+from parallel3d.resolve import blueprint_of, data_parallel_settings
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
@@ -284,7 +285,7 @@ class ModelPieces:
             config.seed, torch.promote_types(dtype, torch.float32), device, deferred=True
         )
         of_tp, of_ep = mirrored_group("tp", config.tp), mirrored_group("ep", config.ep)
-        usual = BuildContext.of_run(Blueprint.of(config), initializer, of_tp, ep=of_ep)
+        usual = BuildContext.of_run(blueprint_of(config), initializer, of_tp, ep=of_ep)
         self.device = device
         first = StageBlueprint.plain(range(0), first=True)
         made = [Stage(model, first, usual, first_and_last_share_rank=True)]
@@ -295,7 +296,7 @@ class ModelPieces:
         last = StageBlueprint.plain(range(0), last=True)
         made.append(Stage(model, last, usual, made[0], True))
         self.engine = data_parallel_engine(
-            DataParallelSettings.of(config),
+            data_parallel_settings(config),
             made,
             sharded_layers(made),
             initializer,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.build import Trainer
 from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
@@ -61,7 +62,6 @@ from parallel3d.optim.thaws import frozen_in
 from parallel3d.parameters.slices import STATE
 from parallel3d.run_config import Config
 from parallel3d.text import count
-from parallel3d.trainer import Trainer
 
 
 def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
@@ -223,7 +223,7 @@ class Checkpoints:
         self.lines: tuple[str, ...] = ()  # `lines` of the manifest from which the run resumes
         # `restore` replaces these two with the trainer's values.
         self.device = torch.device("cpu")
-        self.length = Length.of_run(config)
+        self.length = config.planned_length.after()
 
     @property
     def is_first_rank(self) -> bool:

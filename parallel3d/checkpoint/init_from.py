@@ -39,10 +39,10 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 
 if TYPE_CHECKING:
+    from parallel3d.build import Trainer
     from parallel3d.checkpoint.hf.folder import HFFolder
     from parallel3d.checkpoint.storage import TensorChunks
     from parallel3d.comm.process_groups import ProcessGroups
-    from parallel3d.trainer import Trainer
 
 RATE = "moe.bias_update_rate"
 # Keys of the model that may differ from the source, which determines all other keys.

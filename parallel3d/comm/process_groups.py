@@ -15,15 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.blueprint.cluster import natural
-from parallel3d.blueprint.groups import two_levels
 from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import (
-    DIMENSIONS,
-    EXPERT_DIMENSIONS,
-    Coordinates,
-    Layout,
-    layout_of,
-)
+from parallel3d.blueprint.layout import DIMENSIONS, EXPERT_DIMENSIONS, Coordinates, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.group import SINGLE, Group, mesh_of_group, set_groups_of_mesh
 from parallel3d.comm.shared_memory import SharedCollectives
@@ -42,7 +35,6 @@ if TYPE_CHECKING:
     from parallel3d.comm.operation_log import OperationLog
     from parallel3d.comm.step_timer import StepTimer
     from parallel3d.private_names import Backend
-    from parallel3d.run_config import Config
 
 
 DEFAULTS = (False, ())  # result of `nccl_settings` for a kind of group without settings
@@ -164,24 +156,6 @@ class ProcessGroups:
     @property
     def is_last_stage(self) -> bool:
         return self.coordinates.pp == self.layout.pp - 1
-
-    @classmethod
-    def of_run(cls, config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
-        """Creates the groups of a run's layout on this rank, as configured; collective.
-
-        `placement` maps the ranks to the GPUs of the cluster; it is None if no cluster is known.
-        """
-        device_type = device.split(":")[0]
-        interfaces = None
-        if device_type == "cpu":
-            interfaces = Interfaces.of_run(config.cluster, placement)
-        levels = None
-        if config.ddp.hierarchical and placement is not None:
-            levels = two_levels(placement, "dp_cp")
-        if config.zero > 1 and config.ddp.shard_size is not None:
-            levels = shards_and_replicas(layout_of(config), config.ddp.shard_size)
-        layout, timeout_s = layout_of(config), config.launch.timeout_s
-        return cls.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
 
     @classmethod
     def create(

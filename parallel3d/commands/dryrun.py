@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.user_files import check_free, write
@@ -28,6 +27,7 @@ from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.search import with_style
 from parallel3d.estimate.traffic import transfers
+from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.text import byte_text, percent, si, three_digits
@@ -114,7 +114,7 @@ def _settled(config: Config) -> tuple[Config, RankMapping | None]:
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
     placement = None
     if config.ddp.hierarchical:
-        looped = Blueprint.of(config).looped_layout
+        looped = blueprint_of(config).looped_layout
         cluster = cluster_from_config(config.cluster, looped.world_size)
         placement = place(config.placement, cluster, looped, transfers(config, looped))
     return with_style(config), placement

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.checkpoint.runs import CONFIG_FILE, check_ema, find_checkpoint, find_run, run_names
@@ -25,6 +24,7 @@ from parallel3d.config.values import in_other_precision
 from parallel3d.data.tokenizer import FOLDER, check_vocabulary, tokenizer_of
 from parallel3d.errors import UserError, closest, first_line, print_line
 from parallel3d.host.devices import check_numerics, choose_device
+from parallel3d.resolve import blueprint_of
 from parallel3d.run.directory import NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
 from parallel3d.run_config import Config, check_config
@@ -131,7 +131,7 @@ def weights_lines(app: str, config: CommandConfig) -> list[str]:
 
     Returns no line for a small model.
     """
-    blueprint, element = Blueprint.of(config), 8 if config.precision.name == "fp64" else 4
+    blueprint, element = blueprint_of(config), 8 if config.precision.name == "fp64" else 4
     held = [
         stage_parameters(config.model, config.tp, s.layers, s.first, s.last, ep=config.ep)
         for s in blueprint.stages

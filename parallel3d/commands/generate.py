@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.build import groups_of_run
 from parallel3d.checkpoint.manifest import KINDS, DamagedCheckpoint, Manifest, UnreadableCheckpoint
 from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
@@ -31,6 +31,7 @@ from parallel3d.models.transformer import Stage
 from parallel3d.parameters.segments import Chunk
 from parallel3d.parameters.slices import STATE
 from parallel3d.parameters.state import spec_of
+from parallel3d.resolve import blueprint_of
 from parallel3d.run.launch import Worker
 
 
@@ -40,10 +41,10 @@ def generate(config: CommandConfig, worker: Worker) -> None:
     Raises UserError if the run has no checkpoint that can be loaded.
     """
     worker.phase = "making process groups"
-    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    groups = groups_of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
     worker.phase = "loading the checkpoint"
-    stage = blank_stage(Blueprint.of(config), groups, device)
+    stage = blank_stage(blueprint_of(config), groups, device)
     manifest = load_newest(Path(config.runs_dir, str(config.run)), config.generate, stage, groups)
     if worker.rank == 0:
         weights = ", weights=ema" if config.generate.weights == "ema" else ""

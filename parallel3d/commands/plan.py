@@ -26,7 +26,6 @@ from parallel3d.blueprint.parameters import (
     parameter_count,
     trained_shares,
 )
-from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.topology.report import make_report, picture_of
 from parallel3d.config.fields import check_fields, show
@@ -82,6 +81,7 @@ from parallel3d.experts.checks import check_expert_parallel
 from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.models.checks import check_model
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import stage_weights
 from parallel3d.run_config import Config
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
@@ -424,7 +424,7 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
     shown = min(count, max(3 * made.pp, 8), most)
     schedule = make(name, made.pp, shown, made.vpp)
     forward, input, weight = (share * parts["compute"] / count for share in SHARES)
-    work = RankWork(forward, input, weight, weights=StageWeights.of_run(made))
+    work = RankWork(forward, input, weight, weights=stage_weights(made))
     drawn = time_orders(schedule.orders, schedule.assignment, work.costs(schedule.assignment))
     title = f"{name}, {made.pp} ranks, {shown} micro-batches"
     idle = parts["bubble"] / (parts["bubble"] + parts["compute"])

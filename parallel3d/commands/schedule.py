@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.blueprint.stages import StageWeights
 from parallel3d.config.fields import check_fields
 from parallel3d.config.user_files import check_free, write
 from parallel3d.config.values import Replicas
 from parallel3d.errors import UserError
 from parallel3d.loop.checks import check_batch
+from parallel3d.resolve import stage_weights
 from parallel3d.run_config import Config
 from parallel3d.schedules.check import check
 from parallel3d.schedules.checks import check_work
@@ -96,7 +96,7 @@ def find(config: Config) -> Shown:
             f" boxes, which are too many to draw; the nearest is num_microbatches="
             f"{max(1, LARGEST // (ranks * chunks))}."
         )
-    weights = StageWeights.of_run(config, balances=True) if keys.of_model else None
+    weights = stage_weights(config, balances=True) if keys.of_model else None
     forward, input, weight = keys.costs
     work = RankWork(forward, input, weight, keys.hop, weights)
     given = None

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from parallel3d.blueprint.layout import layout_of
+from parallel3d.build import Trainer, groups_of_run
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.runs import KEPT_FILE, KEPT_FOLDER
@@ -34,10 +34,10 @@ from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.optim.checks import check_schedule_of_rate
+from parallel3d.resolve import layout_of
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 
 
 def train(config: Config, worker: Worker) -> None:
@@ -94,7 +94,7 @@ def make_groups(config: Config, worker: Worker, device: torch.device) -> Process
     worker.watchdog = start_watchdog(
         layout_of(config), worker, config.recovery, config.launch.timeout_s
     )
-    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    groups = groups_of_run(config, worker.device, worker.placement)
     groups = groups.observed(log=worker.log)
     if worker.rank == 0:
         log_notices(config, groups, device)

@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer, groups_of_run
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.options import CommandConfig, VerifyConfig
@@ -47,7 +48,7 @@ from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config, single_process
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 
 
 class Tolerance(NamedTuple):
@@ -133,7 +134,7 @@ class Variant(NamedTuple):
 
 def verify_command(config: CommandConfig, worker: Worker) -> int:
     """Runs `parallel3d verify` on every rank. Returns the exit code. The call is collective."""
-    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    groups = groups_of_run(config, worker.device, worker.placement)
 
     def begin(what: str) -> None:
         worker.phase = what
@@ -157,7 +158,7 @@ def verify(
         raise UserError("verify needs a world of torch.distributed; call parallel3d.init() first")
     kind = accelerator_of_world()
     device = torch.device("cpu") if kind is None else current(kind)
-    groups = ProcessGroups.of_run(config, str(device), None)
+    groups = groups_of_run(config, str(device), None)
     return compared(config, groups, steps, Path(folder), lambda _: None)
 
 

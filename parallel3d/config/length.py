@@ -11,10 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.values import BatchSizes
-from parallel3d.run_config import Config
+
+
+class PlannedLength(NamedTuple):
+    """The length that a configuration gives to a run.
+
+    Attributes:
+        sizes: the global batches of a new run.
+        steps: number of steps of a new run.
+        budget: number of samples to read; None if `steps` gives the length.
+    """
+
+    sizes: BatchSizes
+    steps: int
+    budget: int | None
+
+    def after(self, steps: int = 0, samples: int = 0, clock: BatchSizes | None = None) -> Length:
+        """Returns the length of a run that has taken `steps` steps and read `samples` samples.
+
+        `clock` is the clock in the run's checkpoint (`clock_of`); None stands for the batches of
+        this configuration.
+        """
+        sizes = self.sizes.after(steps, samples)
+        if self.budget is None:
+            return Length(self.steps, sizes, sizes, None)
+        return Length(sizes.steps(self.budget), sizes, clock or sizes, self.budget)
 
 
 @dataclass(frozen=True)
@@ -32,20 +56,6 @@ class Length:
     sizes: BatchSizes
     clock: BatchSizes
     budget: int | None
-
-    @classmethod
-    def of_run(
-        cls, config: Config, steps: int = 0, samples: int = 0, clock: BatchSizes | None = None
-    ) -> Length:
-        """Returns the length of a run that has taken `steps` steps and read `samples` samples.
-
-        `clock` is the clock in the run's checkpoint (`clock_of`); None stands for the batches of
-        this configuration.
-        """
-        sizes = config.batch_sizes.after(steps, samples)
-        if config.budget is None:
-            return cls(config.train_steps, sizes, sizes, None)
-        return cls(sizes.steps(config.budget), sizes, clock or sizes, config.budget)
 
     @property
     def samples(self) -> int:

@@ -30,9 +30,9 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.build import Trainer, groups_of_run
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
 from parallel3d.data.sampler import Sample
@@ -42,6 +42,7 @@ from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.parameters.state import state_of
+from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.messages import SENDS
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
@@ -49,7 +50,6 @@ from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
 from parallel3d.simulated_device.nccl import BACKEND
-from parallel3d.trainer import Trainer
 
 # Achievable fractions of datasheet peaks, which are assumed to be the same for all GPUs. They were
 # measured in a training step of llama_1b on one H100 with micro-batches of 8 in bf16 (docs/gpu.md),
@@ -486,7 +486,7 @@ def dry_step(
         with _world_of(rank, layout_of(config).world_size) as is_made:
             groups = ProcessGroups.single()
             if is_made:
-                groups = ProcessGroups.of_run(config, TYPE, placement)
+                groups = groups_of_run(config, TYPE, placement)
             # Without a batch schedule, the step has the final batch size.
             train = dataclasses.replace(config.train, batch_schedule=None)
             config = dataclasses.replace(config, train=train, compile=False)

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import (
     active_parameter_count,
@@ -19,6 +18,7 @@ from parallel3d.blueprint.parameters import (
 )
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.dryrun.counting import dry_step, gpu_of
+from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.choose import measure
 from parallel3d.schedules.schedule import IN_ORDER
@@ -54,7 +54,7 @@ def facts_of(
     reserve = 1e9 * reserve_gb
     for row in rows:
         row["fits"] = row["peak_bytes"] <= gpu.memory - reserve
-    times = stretch(Blueprint.of(config))
+    times = stretch(blueprint_of(config))
     step = max(step_seconds(row, times) for row in rows)
     tokens = config.global_batch_size * config.model.seq_length
     model, shares = config.model, trained_shares(config.model, config.optim)

@@ -14,7 +14,7 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.dispatch import GATHER, largest_load
-from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
+from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout
 from parallel3d.blueprint.ops import layer_costs, widths
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
@@ -45,6 +45,7 @@ from parallel3d.estimate.fitted_cost import (
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import AnyConfig, Config
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED, assignment_of
@@ -473,7 +474,7 @@ def planned(config: Config, layout: Layout | None = None) -> Blueprint:
     if layout is not None:
         ep = layout.ep or config.ep
         config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, ep=ep)
-    return Blueprint.of(with_style(config))
+    return blueprint_of(with_style(config))
 
 
 def _of_style(config: AnyConfig, style: str) -> AnyConfig:
@@ -515,7 +516,7 @@ def _sent_seconds(config: Config, style: str) -> float:
     cluster = cluster_from_config(config.cluster, layout.world_size)
     order = Tiling.parse(DEFAULT_ORDER, layout)
     tokens, item = config.micro_batch_size * config.local_seq_length, 2
-    again = Blueprint.of(config).repeats_attention
+    again = blueprint_of(config).repeats_attention
     sent = [
         Transfer("cp", s.op, int(s.nbytes), int(s.count + again * s.again), s.what)
         for s in sends(style, widths(config.model, config.tp), tokens, item, config.cp)

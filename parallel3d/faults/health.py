@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
@@ -20,7 +21,7 @@ from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.state import spec_of
 from parallel3d.run.failure import who
 from parallel3d.text import count
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 
 SPIKE_WINDOW = 50  # a loss is compared with the median of this many steps
 SPIKE_PAUSE = 10  # no spike is reported within this many steps of the last one

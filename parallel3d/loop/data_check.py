@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel3d.build import Trainer
 from parallel3d.data.tokens import look_at
 from parallel3d.errors import print_line
 from parallel3d.loop.hooks import Hook, Run
 from parallel3d.run.launch import Worker
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 
 
 def check_data(trainer: Trainer, worker: Worker) -> None:

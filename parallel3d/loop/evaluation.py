@@ -5,17 +5,18 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 
-from parallel3d.blueprint.layout import layout_of
+from parallel3d.build import Trainer
 from parallel3d.device.fused import fuses
 from parallel3d.errors import UserError, print_line
 from parallel3d.loop.data_check import DataCheck, check_data
 from parallel3d.loop.hooks import Hook, Run
-from parallel3d.metrics.jsonl import Score, append_line
+from parallel3d.metrics.jsonl import append_line
 from parallel3d.metrics.recorder import evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines
 from parallel3d.optim.optimizer import EMA
+from parallel3d.resolve import layout_of
 from parallel3d.run.launch import Worker
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import Score, StepResult
 
 EVALUATIONS = "evaluations.jsonl"  # the file to which `train.eval_only` appends
 Evaluated = tuple[float | None, dict[str, float | None], dict[str, Score]]

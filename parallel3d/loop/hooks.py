@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.run.launch import Worker
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from operator import attrgetter
 
 import torch
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.parameters import fixed_states, parameter_count
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import all_keys, show, spell
 from parallel3d.errors import print_line
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.models.keys import ModelConfig, parameter_shapes_of, states_of
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 from parallel3d.text import si
 
@@ -36,8 +36,8 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true has no effect: this placement has only one level")
     if config.schedule.name == "auto":
-        print_line(f"schedule=auto: {Blueprint.of(config).pipeline.why_chosen()}")
-    if avoids_cudnn(Blueprint.of(config), device):
+        print_line(f"schedule=auto: {blueprint_of(config).pipeline.why_chosen()}")
+    if avoids_cudnn(blueprint_of(config), device):
         print_line(
             "attention_kernel=auto excludes cuDNN: PyTorch issue 193893 reports wrong results on "
             f"this GPU with fewer than {LEAST_KV_HEADS} key-value heads"

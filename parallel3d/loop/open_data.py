@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.runs import KEPT_FILE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
@@ -17,7 +18,6 @@ from parallel3d.errors import print_line
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 
 
 def open_data(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
+from parallel3d.build import Trainer
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 from parallel3d.errors import print_line
@@ -21,7 +22,7 @@ from parallel3d.loop.hooks import Hook
 from parallel3d.models.transformer import Stage
 from parallel3d.private_names import memory_history
 from parallel3d.run.launch import Worker
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 
 FOLDER = "profile"
 ROWS, WIDTH = 10, 60  # rows of the printed table, and the width of its column of names

@@ -9,6 +9,7 @@ import torch
 
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import trained_shares
+from parallel3d.build import Trainer
 from parallel3d.data.blend import Blended
 from parallel3d.data.corpus import Blend, Corpus
 from parallel3d.data.sampler import Finite
@@ -20,7 +21,7 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import length_words
 from parallel3d.run.directory import config_files
 from parallel3d.run.launch import Worker
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 
 
 @dataclass
@@ -64,8 +65,8 @@ class BlendRecords(Hook):
         trainer, recorder = self.run.trainer, self.run.recorder
         if recorder is None or not self.run.evaluates_after(result.step):
             return
-        if isinstance(trainer.train_source, Blended):
-            recorder.blend(result.step, trainer.train_source.read(trainer.consumed_samples))
+        if isinstance(trainer.samples.train, Blended):
+            recorder.blend(result.step, trainer.samples.train.read(trainer.consumed_samples))
 
 
 @dataclass
@@ -119,7 +120,7 @@ def header_facts(
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     if accelerator.is_accelerator(device):
         where = accelerator.name(device)
-    source = trainer.train_source
+    source = trainer.samples.train
     windows = source.windows if isinstance(source, Finite) else None
     length = length_words(config.model.seq_length, trainer.length, windows)
     facts = {"data": f"{name}: {sizes}", "length": length, "device": where}

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from parallel3d.build import Trainer
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
 from parallel3d.files import replace_durably
@@ -20,7 +21,7 @@ from parallel3d.schedules.draw import TimelinePicture
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.walk import Costs, Span, Timeline, time_orders
 from parallel3d.svg import Canvas
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 
 LATER = 2  # steps before the drawn one; the first steps also allocate memory and compile
 EVENTS, PICTURE = "timeline.json", "timeline.svg"

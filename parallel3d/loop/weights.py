@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from parallel3d.build import Trainer
 from parallel3d.files import replace_durably
 from parallel3d.run.launch import Worker
-from parallel3d.trainer import Trainer
 
 
 def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:

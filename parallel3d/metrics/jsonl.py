@@ -39,7 +39,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from parallel3d.comm.step_timer import WARMUP_STEPS
 from parallel3d.files import flush_folder, new_file, no_link, replace_durably, write_all
@@ -288,35 +288,3 @@ def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:
         partial.unlink(missing_ok=True)
         raise
     return old
-
-
-class Score(NamedTuple):
-    """Score of a validation set.
-
-    Attributes:
-        nats: sum of the tokens' cross-entropies.
-        tokens: number of tokens with a loss.
-        bytes: number of bytes of these tokens' text; None if the tokenizer is unknown.
-    """
-
-    nats: float
-    tokens: int
-    bytes: int | None = None
-
-    @property
-    def loss(self) -> float | None:
-        """Returns the loss in nats per token, or None without a token to predict."""
-        return self.nats / self.tokens if self.tokens else None
-
-    @property
-    def perplexity(self) -> float | None:
-        try:
-            return None if self.loss is None else math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-    def row(self) -> dict[str, float | None]:
-        """Returns the recorded figures: loss, perplexity, bits_per_byte, tokens."""
-        bits = self.nats / math.log(2) / self.bytes if self.bytes else None
-        figures = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": bits}
-        return figures | {"tokens": self.tokens}

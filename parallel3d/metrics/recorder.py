@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 
-from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import FLOPS_FORMULA, LESS_FROZEN, MFU_FORMULA
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.length import Length
@@ -27,7 +27,6 @@ from parallel3d.metrics.jsonl import (
     METRICS,
     STEP,
     MetricsFile,
-    Score,
     append_line,
     finite,
     is_whole,
@@ -41,7 +40,11 @@ from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.starts import STARTS, Account, starts_of
+from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config
+
+if TYPE_CHECKING:
+    from parallel3d.trainer import Score
 from parallel3d.text import count
 
 
@@ -131,7 +134,7 @@ class Recorder:
         """
         config, run_dir = self.config, self.run_dir
         self._code = provenance()
-        self._length = self.length or Length.of_run(config)
+        self._length = self.length or config.planned_length.after()
         begun = self.clock() if self.begun is None else self.begun
         self._account = Account(starts_of(run_dir / STARTS), begun)
         path = run_dir / METRICS

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from parallel3d.blueprint.cluster import Cluster
 from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.checkpoint import identity
 from parallel3d.comm.store import get, get_all, put
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import device_of_rank, gpu_of_rank, shared_gpu
+from parallel3d.resolve import layout_of
 from parallel3d.run.directory import (
     PLACEMENT_FILE,
     folder_in_run,

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.identity import flat
 from parallel3d.checkpoint.manifest import (
@@ -46,6 +46,7 @@ from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
 from parallel3d.metrics.starts import STARTS, starts_of
+from parallel3d.resolve import layout_of
 from parallel3d.run_config import OPTIONS, Config, check_plain
 
 # Each start of a run writes its configuration atomically and only once. The newest configuration is

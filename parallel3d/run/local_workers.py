@@ -25,7 +25,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
-from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.manifest import list_checkpoints, reason, step_of
 from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
 from parallel3d.errors import UserError, print_line
@@ -33,6 +33,7 @@ from parallel3d.host.devices import DeviceChoice, gpu_environment
 from parallel3d.host.memory import nothing_collected
 from parallel3d.host.processes import drop_failed_output, set_process_name
 from parallel3d.host.quotas import available_cores
+from parallel3d.resolve import layout_of
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE, discard_unused, keep_failures
 from parallel3d.run.failure import (

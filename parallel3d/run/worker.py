@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
@@ -22,6 +22,7 @@ from parallel3d.host.devices import device_of_rank, gpu_environment
 from parallel3d.host.memory import bind_near, keep_freed_memory, nothing_collected
 from parallel3d.host.processes import die_with_parent, drop_failed_output
 from parallel3d.host.quotas import available_cores, cores
+from parallel3d.resolve import layout_of
 from parallel3d.run import failure
 from parallel3d.run.agreement import agree_on_run, assign_rank
 from parallel3d.run.directory import discard_unused

@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import Cluster, Link, Slots, natural
 from parallel3d.blueprint.keys import ClusterConfig
-from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_of
+from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.config.user_files import read_given
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.files import replace_durably
+from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import Config
 from parallel3d.text import count
 from parallel3d.topology.search import place
@@ -209,7 +209,7 @@ def place_processes(
         chosen = ranks_of_file(str(config.rank_file), processes)
     if cluster is None:
         return PlacedRanks(tuple(processes), tuple(chosen), layout, config.placement)
-    layout = Blueprint.of(config).looped_layout
+    layout = blueprint_of(config).looped_layout
     cluster, slots, note = slots_of(cluster, processes)
     if config.placement in (DEFAULT, FILE):
         placement = RankMapping(cluster, layout, slots[chosen], config.placement)

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.estimate.search import with_style
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.run_config import Config
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 from tests.distributed.cases import (
     DTYPES,
     Case,

@@ -36,7 +36,7 @@ PRELOAD = [
     "torch.distributed.device_mesh",
     "pytest",
     "omegaconf",
-    "parallel3d.trainer",
+    "parallel3d.build",
     "parallel3d.checkpoint.checkpoints",
     "parallel3d.faults.health",
     "parallel3d.simulated_device",

@@ -101,13 +101,13 @@ def planted(seam: Seam) -> Callable[[Bug], Mutation]:
 
 
 # A step
-STEP = Seam("trainer:Trainer.train_step")
-EVALUATION = Seam("trainer:Trainer.score")
-GLOBAL_TOKENS = Seam("trainer:Trainer.global_tokens")
-GRADIENT_SCALE = Seam("trainer:Trainer.gradient_scale")
-SLICES = Seam("trainer:Trainer.parameter_slices")
-SHARE_OF_LOSS = Seam("trainer:Trainer.share_of_loss")
-SHARE_OF_NORM = Seam("trainer:Trainer.share_of_norm")
+STEP = Seam("trainer:RankTrainer.train_step")
+EVALUATION = Seam("trainer:RankTrainer.score")
+GLOBAL_TOKENS = Seam("trainer:RankTrainer.global_tokens")
+GRADIENT_SCALE = Seam("trainer:RankTrainer.gradient_scale")
+SLICES = Seam("trainer:RankTrainer.parameter_slices")
+SHARE_OF_LOSS = Seam("trainer:RankTrainer.share_of_loss")
+SHARE_OF_NORM = Seam("trainer:RankTrainer.share_of_norm")
 UPDATE = Seam("optim.optimizer:Optimizer.step")
 
 # Parameters
@@ -129,7 +129,7 @@ ATTENDED_KEYS = Seam("context_parallel.documents:segments_of")
 WINDOWS = Seam("context_parallel.windows:window_blocks")
 
 # A pipeline
-PROGRAM = Seam("trainer:Trainer.use")
+PROGRAM = Seam("trainer:RankTrainer.use")
 MESSAGES = Seam("pipeline.p2p:post")
 
 # Layers

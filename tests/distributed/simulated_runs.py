@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device.grouped import has_grouped_kernels
 from parallel3d.models import ops
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, Sizes, make_trainer, plain_groups, run_cases
 from tests.distributed.simulated import here

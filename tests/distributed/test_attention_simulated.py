@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.errors import UserError
 from parallel3d.models.attention import AttentionOptions, causal_attention, choose_kernel
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import this_machine
@@ -67,10 +67,10 @@ def refused_in_wide_types() -> None:
     for kernel in ("flash", "cudnn"):
         made = Config(attention_kernel=kernel, model=model)
         made.precision.name = "bf16"
-        assert choose_kernel(Blueprint.of(made), here()) == kernel
+        assert choose_kernel(blueprint_of(made), here()) == kernel
         made.precision.name = "fp32"
         with pytest.raises(UserError, match=r"No available kernel.*attention_kernel=auto"):
-            choose_kernel(Blueprint.of(made), here())
+            choose_kernel(blueprint_of(made), here())
 
 
 def test_each_value_runs_its_kernel(simulated: SimulatedPool) -> None:

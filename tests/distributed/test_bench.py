@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.keys import ClusterConfig
+from parallel3d.build import groups_of_run
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.timed_operations import TimedOperation, WrongResult, send_receive, sites
 from parallel3d.commands.bench.comm import bench_comm
 from parallel3d.commands.bench.keys import BenchConfig
@@ -59,7 +59,7 @@ class Bench:
         self.config = CommandConfig(tp=tp, pp=pp, dp=dp, **keys)
         rank, world = dist.get_rank(), dist.get_world_size()
         self.worker = Worker(rank, rank, world, world, run_dir, "local")
-        self.groups = ProcessGroups.of_run(self.config, self.worker.device, self.worker.placement)
+        self.groups = groups_of_run(self.config, self.worker.device, self.worker.placement)
         self.where = ClusterView.find(self.config.cluster, self.worker, self.groups.layout)
         self.sites = sites(self.groups, CPU, self.config.launch)
 

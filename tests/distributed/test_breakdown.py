@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import KINDS
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import STEPS, Case, Problem
 from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full, stored_shapes
@@ -28,7 +29,6 @@ from parallel3d.commands.checkpoint.new_runs import branch, save_first
 from parallel3d.errors import UserError
 from parallel3d.run.directory import load_config, save_config
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,

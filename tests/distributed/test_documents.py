@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.data.corpus import Corpus
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, plain_groups
 from tests.distributed.pool import Pool

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
@@ -21,6 +20,7 @@ from parallel3d.commands.from_run import EVAL, of_run
 from parallel3d.commands.generate import load_newest
 from parallel3d.commands.options import CommandConfig
 from parallel3d.models.decoding import blank_stage
+from parallel3d.resolve import blueprint_of
 from parallel3d.run.directory import load_config
 from tests.distributed.pool import Pool
 from tests.huggingface import GROUPED, save_model
@@ -64,7 +64,7 @@ def scored(
         typed = CommandConfig(runs_dir=runs, run="mine", **dims)
         typed.eval.batch_tokens = batch_tokens
         config = of_run(EVAL, typed)
-        stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
+        stage = blank_stage(blueprint_of(config), groups, torch.device("cpu"))
         load_newest(Path(runs, "mine"), config.eval, stage, groups)
         found.append(scores_of(requests(4), stage, groups, batch_tokens, config.model.hidden_size))
         groups.close()

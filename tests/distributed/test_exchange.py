@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm import exchange
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters import gather
 from parallel3d.parameters.spec import ShardSpec
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool

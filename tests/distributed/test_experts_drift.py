@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.faults.health import Health
 from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.spec import ParameterSpec
-from parallel3d.trainer import Trainer
 from tests.distributed.harness import Sizes, make_trainer, plain_groups
 from tests.distributed.pool import Pool
 from tests.distributed.seams import COPY_GROUPS, planted

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.route import LocalRoute, TokenRoute
@@ -30,7 +31,7 @@ from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.optim.optimizer import Optimizer, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ShardSpec
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import StepResult
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     Expected,

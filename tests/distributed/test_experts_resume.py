@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.init_from import RATE, begun_from, load_initial
 from parallel3d.checkpoint.manifest import list_checkpoints
@@ -23,7 +24,6 @@ from parallel3d.checkpoint.storage import chunks_by_name, read_full, stored_shap
 from parallel3d.parameters.slices import STATE, ParameterSlice
 from parallel3d.run.directory import save_config
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import (
     Outcome,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.manifest import list_checkpoints, read_manifest
@@ -26,7 +27,6 @@ from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import state_of
 from parallel3d.run.directory import save_config
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.storage import chunks_by_name
@@ -26,8 +26,8 @@ from parallel3d.commands.generate import state_of
 from parallel3d.models.decoding import Decoder, blank_stage
 from parallel3d.models.keys import ModelConfig, states_of
 from parallel3d.parameters.gather import gather_parameters
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem, UnequalMasks
 from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
@@ -79,7 +79,7 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
     for folder in folders:
         source = read_hf_config(folder)
         config = Config(model=ModelConfig(**source.keys), tp=LAYOUT.tp, pp=LAYOUT.pp, dp=1)
-        stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
+        stage = blank_stage(blueprint_of(config), groups, torch.device("cpu"))
         held = {name.partition("/")[2]: state for name, state in state_of(stage).items()}
         biases = {}
         for name, full in tensors_of(folder, config.model, source.kind):

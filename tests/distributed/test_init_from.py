@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.manifest import list_checkpoints
@@ -22,7 +23,6 @@ from parallel3d.checkpoint.storage import chunks_by_name, read_full
 from parallel3d.commands.checkpoint.huggingface import export_run
 from parallel3d.parameters.slices import ParameterSlice
 from parallel3d.run.directory import save_config
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool

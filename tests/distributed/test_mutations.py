@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.build import Trainer
 from parallel3d.comm.collectives import CompletedWork
 from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
@@ -29,7 +30,6 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec, tp_replicas_of
 from parallel3d.pipeline.p2p import PendingTransfer
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.tensor_parallel.loss import ChunkLoss
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.build import Trainer
 from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.layer_inputs import LayerInputs
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, Sizes, check_caught
 from tests.distributed.pool import Pool

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from parallel3d.build import Trainer
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data.sampler import FirstSamples, Sample
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
-from parallel3d.metrics.jsonl import Score
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ShardSpec
-from parallel3d.trainer import EvaluatedSet, StepResult, Trainer
+from parallel3d.trainer import EvaluatedSet, Score, StepResult
 from tests.distributed.cases import Case
 from tests.distributed.harness import (
     References,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
@@ -31,7 +32,6 @@ from parallel3d.pipeline.p2p import PendingTransfer
 from parallel3d.schedules.actions import Action
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer
-from parallel3d.trainer import Trainer
 from parallel3d.versions import parts
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups

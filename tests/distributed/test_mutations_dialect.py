@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.build import Trainer
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.context_parallel.document_attention import Block
 from parallel3d.models.embedding_and_head import Embedding
@@ -27,7 +28,6 @@ from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
 from parallel3d.tensor_parallel.layers import RowParallelLinear
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool

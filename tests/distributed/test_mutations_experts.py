@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.build import Trainer
 from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.experts.balance import Balance, BalanceLosses, BalanceOfRun, ExpertFigures, Tally
@@ -34,7 +35,6 @@ from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import spec_of
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import GLOBAL_BATCH, HALVED, Case, Problem
 from tests.distributed.harness import References, Sizes, check_caught
 from tests.distributed.pool import Pool

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from parallel3d.build import Trainer
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import add_matmul, deferred_queue
@@ -23,7 +24,6 @@ from parallel3d.schedules.check import check
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.schedules.walk import ScheduleError, peer_of
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool

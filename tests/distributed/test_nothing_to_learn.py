@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,10 @@ def masked_run(
     problem = Problem("llama_tiny", "adamw", tied=False, precision=precision)
     trainer = make_trainer(Case(problem, keys=(("train.steps", STEPS), ("zero", zero))), groups)
     size = trainer.config.global_batch_size
-    source = trainer.train_source
-    trainer.train_source = Masked(source, EMPTY * size, (EMPTY + 1) * size)
-    trainer.valid_source = Masked(source, 0, 1 << 60)
-    trainer._open_data()
+    source = trainer.samples.train
+    masked = Masked(source, EMPTY * size, (EMPTY + 1) * size)
+    held_out = Masked(source, 0, 1 << 60)
+    trainer.use_samples(replace(trainer.samples, train=masked, held_out=held_out))
     seen = []
     for _ in range(STEPS):
         scale = trainer.loss_scale.progress()

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.cli.overrides import presets
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.recipes import recipe
 from parallel3d.run_config import Config, check_config
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import TINY_SIZES, UnequalMasks
 from tests.distributed.harness import TOLERANCES, array, relative
 from tests.distributed.pool import Pool

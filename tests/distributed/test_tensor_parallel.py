@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
@@ -20,7 +21,6 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 from parallel3d.tensor_parallel import mappings
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
-from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 
 SIZES = [2, 4]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.parameters import stage_parameters
+from parallel3d.build import Trainer
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
@@ -25,7 +26,6 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.state import spec_of
 from parallel3d.pipeline import executor
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands import verify
 from parallel3d.run_config import Config
-from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import plain_groups, source_of
 from tests.distributed.pool import Pool

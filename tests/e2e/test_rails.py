@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from parallel3d.blueprint.cluster import LinkClass, cluster_from_config
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.process_groups import DATA_KINDS
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.pipeline.p2p import LATENCY_TRIES
+from parallel3d.resolve import layout_of
 from parallel3d.run.directory import load_config
 from tests.e2e.command import Shell
 from tests.e2e.forked import Forked

@@ -51,7 +51,7 @@ def test_layers_import_downwards_and_arithmetic_imports_no_torch() -> None:
 @pytest.mark.more
 def test_an_import_upwards_or_of_torch_is_found_anywhere(copy: Path) -> None:
     plant(copy, "comm/exchange.py", "\nfrom parallel3d.metrics import jsonl\n")
-    plant(copy, "optim/optimizer.py", "\ndef f():\n    from parallel3d.trainer import Trainer\n")
+    plant(copy, "optim/optimizer.py", "\ndef f():\n    import parallel3d.trainer\n")
     plant(copy, "data/tokens.py", "\nif TYPE_CHECKING:\n    import parallel3d.run.worker\n")
     plant(copy, "config/fields.py", "\nfrom parallel3d.comm import exchange\n")
     plant(copy, "files.py", "\ndef f():\n    import torch.distributed\n")

@@ -11,8 +11,8 @@ import torch
 from benchmarks.planner.plan_dryrun import configured
 from parallel3d.blueprint.buckets import homes, is_hidden
 from parallel3d.blueprint.collectives import wire_bytes
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.build import Trainer
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.plan import plan
@@ -25,8 +25,8 @@ from parallel3d.optim.muon import Muon, newton_schulz
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.resolve import layout_of
 from parallel3d.run_config import check_config
-from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
 
 BAND = (0.68, 1.14)  # this holds for singular values above 1 % of the norm

@@ -25,8 +25,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from parallel3d.blueprint.cluster import Link, LinkClass
+from parallel3d.build import groups_of_run
 from parallel3d.checkpoint.runs import CONFIG_FILE
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.timed_operations import TimedOperation, sites
 from parallel3d.commands.bench.measure import (
     ALONE,
@@ -127,7 +127,7 @@ def bench_comm(config: CommandConfig, worker: Worker) -> int:
     device = torch.device(worker.device)
     worker.phase = "making process groups"
     started = time.perf_counter()
-    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    groups = groups_of_run(config, worker.device, worker.placement)
     where = ClusterView.find(config.cluster, worker, groups.layout)
     mine = sites(groups, device, config.launch)
     rows, left_out = all_rows(mine, config.bench.sizes, groups.layout)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.build import groups_of_run
 from parallel3d.comm.exchange import all_gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.evaluate.rows import (
@@ -39,6 +39,7 @@ from parallel3d.models.decoding import blank_stage
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.rotary import length_with_short_factors
 from parallel3d.models.transformer import Stage
+from parallel3d.resolve import blueprint_of
 from parallel3d.run.directory import folder_in_run
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
@@ -65,7 +66,7 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     Raises UserError if the rows are invalid or the run has no checkpoint that can be loaded.
     """
     worker.phase = "making process groups"
-    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    groups = groups_of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
     worker.phase = "reading the rows"
     assert config.eval.tasks is not None  # `from_run.config_from_run` has checked this
@@ -76,7 +77,7 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     for request in requests:
         check_tokens(request.tokens, tokenizer, model.vocab_size, rows[request.row].place)
     worker.phase = "loading the checkpoint"
-    stage = blank_stage(Blueprint.of(config), groups, device)
+    stage = blank_stage(blueprint_of(config), groups, device)
     manifest = load_newest(Path(config.runs_dir, str(config.run)), config.eval, stage, groups)
     worker.phase = "scoring"
     scores = scores_of(requests, stage, groups, config.eval.batch_tokens, model.hidden_size)

@@ -20,12 +20,13 @@ import parallel3d
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import Cluster, LinkClass
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import StepPrice, price_step
 from parallel3d.estimate.traffic import transfers
+from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.text import (
     aligned,
@@ -148,7 +149,7 @@ def make_report(
         batch, told = full_batch(config.micro_batch_size, config.pp, dp)
         config, assumed = dataclasses.replace(config, global_batch_size=batch), [*assumed, told]
     config = check_config(config, config.replica_size * dp, own_samples=True)
-    blueprint = Blueprint.of(config)
+    blueprint = blueprint_of(config)
     layout = blueprint.looped_layout
     if settings.rank >= layout.world_size:
         raise UserError(

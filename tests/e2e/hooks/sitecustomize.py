@@ -35,7 +35,7 @@ class _PatchTrainer(importlib.abc.MetaPathFinder):
 
 
 def _patch(module: ModuleType) -> None:
-    train_step = module.Trainer.train_step
+    train_step = module.RankTrainer.train_step
 
     def failing(self):
         for fault in os.environ["FAIL"].split(","):
@@ -44,7 +44,7 @@ def _patch(module: ModuleType) -> None:
                 _fail(how, module, self)
         return train_step(self)
 
-    module.Trainer.train_step = failing
+    module.RankTrainer.train_step = failing
 
 
 def _fail(how: str, module: ModuleType, trainer) -> None:

@@ -41,7 +41,7 @@ def _wait(let_go: Path) -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    train_step = module.Trainer.train_step
+    train_step = module.RankTrainer.train_step
     names = (os.environ["SLURM_JOB_NAME"], os.environ.get("SLURM_ARRAY_TASK_ID"))
     let_go = Path(os.environ["LET_GO"]) / ("_".join(filter(None, names)) + ".go")
 
@@ -50,7 +50,7 @@ def _patch(module: ModuleType) -> None:
             _wait(let_go)
         return train_step(self)
 
-    module.Trainer.train_step = slow
+    module.RankTrainer.train_step = slow
 
 
 if "LET_GO" in os.environ and "SLURM_JOB_NAME" in os.environ:

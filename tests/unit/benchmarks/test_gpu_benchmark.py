@@ -258,7 +258,7 @@ class Absent:
             raise ImportError("not in this image: " + name)
 sys.meta_path.insert(0, Absent())
 import torch
-import parallel3d.trainer
+import parallel3d.build
 from pathlib import Path
 from benchmarks.gpu import card, first, node, tasks
 given = tasks.Given(torch.device("cpu"), "tiny", Path("."), {})

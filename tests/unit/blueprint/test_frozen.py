@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.parameters import (
     first_trained,
     frozen_parameters,
@@ -18,6 +17,7 @@ from parallel3d.blueprint.parameters import (
 from parallel3d.blueprint.rank import PipelineRank, buckets_of
 from parallel3d.models.keys import ModelConfig, full_shapes_of
 from parallel3d.optim.keys import OptimConfig
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61}
@@ -82,7 +82,7 @@ def test_stages_before_it_have_no_backward_and_buckets_hold_nothing_frozen() -> 
     config = Config(pp=4, global_batch_size=4, model=model_of(QWEN3))
     config.optim.freeze = ["embedding.*", "layers.0.*", "layers.1.*", "layers.2.attention.*"]
     config.schedule.layers_per_stage = [1, 1, 1, 1]
-    blueprint = Blueprint.of(config)
+    blueprint = blueprint_of(config)
     assert [stage.has_backward for stage in blueprint.stages] == [False, False, True, True]
     assert [stage.without_backward for stage in blueprint.stages] == [1, 1, 0, 0]
     assert blueprint.stages_without_backward == 2

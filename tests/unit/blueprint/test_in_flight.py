@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner.plan_dryrun import configured
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.in_flight import enough_microbatches, states_of
+from parallel3d.resolve import blueprint_of
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
 
@@ -16,7 +16,7 @@ PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "glob
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_moments_hold_as_many_micro_batches_as_the_schedule(name: str) -> None:
     config = configured(PIPELINE | {"schedule": name})
-    seen = [states_of(Blueprint.of(config), rank, 12).values() for rank in range(4)]
+    seen = [states_of(blueprint_of(config), rank, 12).values() for rank in range(4)]
     most = [max(int((s.live + s.deferred).sum(axis=1).max()) for s in found) for found in seen]
     assert most[0] == {"gpipe": 12, "1f1b": 4, "zb_h1": 4}[name]
     assert name != "1f1b" or most == [4, 3, 2, 1]
@@ -32,7 +32,7 @@ def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
     for step in all_of:
         live += {"F": 1, "W": -1, "B": -1}.get(step.kind.name, 0)
         most = max(most, live)
-    blueprint = Blueprint.of(configured(PIPELINE | {"schedule": name, "vpp": vpp}))
+    blueprint = blueprint_of(configured(PIPELINE | {"schedule": name, "vpp": vpp}))
     seen = states_of(blueprint, 0, 64).items()
     counted = [(s.live + s.deferred).sum(axis=1).max() + (kind == Kind.F) for (kind, _), s in seen]
     assert max(counted) == most

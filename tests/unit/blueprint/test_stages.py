@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.stages import balance_chunks, balance_layers, checked_split
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.keys import ScheduleConfig
 from parallel3d.schedules.orders import StageAssignment
@@ -117,12 +117,12 @@ def pipeline(name: str, pp: int, vpp: int, layers: int, given: list[int] | None 
 
 def test_stages_of_a_configuration_are_its_chunks_in_the_order_of_the_model() -> None:
     for name in ("interleaved", "zbv"):
-        found = [stage.layers for stage in Blueprint.of(pipeline(name, 2, 2, 9)).stages]
+        found = [stage.layers for stage in blueprint_of(pipeline(name, 2, 2, 9)).stages]
         assert len(found) == 4
         assert [layer for layers in found for layer in layers] == list(range(9))
     given = [
         stage.layers
-        for stage in Blueprint.of(pipeline("interleaved", 2, 2, 9, [1, 2, 5, 1])).stages
+        for stage in blueprint_of(pipeline("interleaved", 2, 2, 9, [1, 2, 5, 1])).stages
     ]
     assert given == [range(0, 1), range(1, 3), range(3, 8), range(8, 9)]
 
@@ -130,16 +130,16 @@ def test_stages_of_a_configuration_are_its_chunks_in_the_order_of_the_model() ->
 @pytest.mark.parametrize("given", [None, [1, 1, 1, 1]])
 def test_more_chunks_than_layers_is_the_users_error(given: list[int] | None) -> None:
     with pytest.raises(UserError, match=r"pp=2 × vpp=2 stages are .*num_layers=3.*pp=1 or less"):
-        _ = Blueprint.of(pipeline("interleaved", 2, 2, 3, given)).stages
+        _ = blueprint_of(pipeline("interleaved", 2, 2, 3, given)).stages
     with pytest.raises(UserError, match=r"pp=2 × vpp=4 stages are .*=3.*pp=1 and vpp=3 or less"):
-        _ = Blueprint.of(pipeline("interleaved", 2, 4, 3, given)).stages
+        _ = blueprint_of(pipeline("interleaved", 2, 4, 3, given)).stages
 
 
 def test_given_split_has_an_entry_for_each_chunk() -> None:
     with pytest.raises(
         UserError, match=r"\[4,4\] must be 4 positive numbers .*nearest is \[2,2,2,2\]"
     ):
-        _ = Blueprint.of(pipeline("interleaved", 2, 2, 8, [4, 4])).stages
+        _ = blueprint_of(pipeline("interleaved", 2, 2, 8, [4, 4])).stages
 
 
 # --- what is refused ---------------------------------------------------------------------------
@@ -176,6 +176,6 @@ def test_full_layers_cost_more_than_sliding_ones() -> None:
     types = ["sliding"] * 8 + ["full"] * 4
     sliding = dataclasses.replace(model, layer_types=types, sliding_window=64)
     splits = [
-        Blueprint.of(Config(model=each, pp=2, dp=1)).layers_per_stage for each in (model, sliding)
+        blueprint_of(Config(model=each, pp=2, dp=1)).layers_per_stage for each in (model, sliding)
     ]
     assert splits == [(6, 6), (10, 2)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.cli import command_line
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.evaluate.command import (
@@ -35,6 +34,7 @@ from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.models.decoding import blank_stage
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import blueprint_of
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config
 from tests.unit.data.test_validation import TEXT, byte_level
@@ -176,7 +176,7 @@ def test_figures() -> None:
 
 def test_nan_weights_are_refused() -> None:
     config, groups = Config(model=ModelConfig(num_layers=1), dp=1, run="a"), ProcessGroups.single()
-    stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
+    stage = blank_stage(blueprint_of(config), groups, torch.device("cpu"))
     with torch.no_grad():
         stage.head.norm.weight.fill_(math.nan)
     scores = scores_of([Request(0, 0, [1, 2, 3], 1)], stage, groups, 8192, config.model.hidden_size)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import GENERATE, config_from_run, take_prompt
 from parallel3d.commands.generate import TokenSampler, check_length
@@ -19,6 +18,7 @@ from parallel3d.models.decoding import Decoder, blank_stage
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.transformer import Stage
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 
 GPT = ModelConfig(
@@ -84,7 +84,7 @@ def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
     config = Config(model=model, dp=1)
     config.precision.name = "fp64"
     groups = ProcessGroups.single()
-    stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
+    stage = blank_stage(blueprint_of(config), groups, torch.device("cpu"))
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in stage.parameters():

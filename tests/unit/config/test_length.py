@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.length import Length
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.loader import with_length
 from parallel3d.data.sampler import Sample
@@ -18,7 +18,6 @@ from parallel3d.loop.keys import TrainConfig
 from parallel3d.metrics.screen import length_words
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config, check_config
-from parallel3d.trainer import Trainer
 
 
 class Windows:
@@ -34,9 +33,11 @@ def test_tokens_are_steps_of_the_batch_schedule() -> None:
     assert check_config(config).train_steps == 14  # ten steps of 4, then four of 16
     assert config.batch_sizes.samples(14) == 104
     short = dataclasses.replace(run_of(steps=1), global_batch_size=4)
-    assert length_words(short.model.seq_length, Length.of_run(short)) == "1 steps · 256 tokens"
     assert (
-        length_words(config.model.seq_length, Length.of_run(config), 200)
+        length_words(short.model.seq_length, short.planned_length.after()) == "1 steps · 256 tokens"
+    )
+    assert (
+        length_words(config.model.seq_length, config.planned_length.after(), 200)
         == "14 steps · 6.66 k tokens · 0.52 epochs"
     )
 

@@ -19,11 +19,12 @@ from parallel3d.data.sampler import FirstSamples
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.loop.keys import TrainConfig
-from parallel3d.metrics.jsonl import Score, finite
+from parallel3d.metrics.jsonl import finite
 from parallel3d.metrics.loggers import figures_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.run_config import Config, check_config
+from parallel3d.trainer import Score
 from tests.corpora import pair
 from tests.sources import part_of, sources_of
 from tests.unit.checkpoint.test_identity import refused

@@ -152,7 +152,7 @@ def lived(case: Case) -> Life:
     samples, rates, read, clock = [], [], 0, None
     for batch, until in [*case.starts, (case.last, None)]:
         config = config_of(case, batch)
-        length = Length.of_run(config, len(samples), read, clock)
+        length = config.planned_length.after(len(samples), read, clock)
         for step in range(len(samples) + 1, (length.last_step if until is None else until) + 1):
             read += config.batch_sizes.at(read)
             samples.append(read)
@@ -339,7 +339,7 @@ def test_the_resume_line_has_the_steps_done_and_remaining() -> None:
         config = config_of(case, batch)
         steps, samples = 745, config_of(case, GROWS).batch_sizes.samples(745)
         samples = samples if batch == GROWS else 745 * 8
-        length, sizes = Length.of_run(config, steps, samples), config.batch_sizes
+        length, sizes = config.planned_length.after(steps, samples), config.batch_sizes
         words.append(to_go(length, sizes, config.model.seq_length, steps, samples))
     assert words == [
         "381,440 of 1,024,000 tokens are done, 628 steps of 16 sequences to go",

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import stage_parameters, trained_shares
 from parallel3d.blueprint.rank import PipelineRank
+from parallel3d.build import Trainer
 from parallel3d.cli.command_line import main
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.dryrun.counting import Zeros
@@ -26,9 +26,9 @@ from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.messages import SENDS
-from parallel3d.trainer import Trainer
 from tests.e2e.ready import run_code
 
 pytestmark = pytest.mark.nightly
@@ -132,7 +132,7 @@ def facts() -> dict[str, dict[str, Any]]:
 
 
 def local_numel(config: Config, stage: int) -> int:
-    layers = Blueprint.of(config).stages[stage].layers
+    layers = blueprint_of(config).stages[stage].layers
     ends = stage == 0, stage == config.pp - 1
     return sum(p.numel for p in stage_parameters(config.model, config.tp, layers, *ends))
 
@@ -351,7 +351,7 @@ def test_bytes_that_a_rank_sends(facts) -> None:
 def test_a_rank_has_all_of_its_chunks_and_sends_for_them(facts) -> None:
     """The ranks hold chunks in loops; estimate/test_plan_own.py runs the V."""
     found, config = facts["loops"], config_of("loops")
-    layout = Blueprint.of(config).looped_layout
+    layout = blueprint_of(config).looped_layout
     rank = PipelineRank(planned(config), found["stage"])
     numel = sum(p.numel for p in rank.parameters)
     assert near(state(found)[0], 2 * numel) and near(state(found)[1], 4 * numel)

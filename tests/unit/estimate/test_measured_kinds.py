@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from parallel3d.blueprint.dispatch import share_sent
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import layer_flops, layer_kinds, ops_of
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.errors import UserError
@@ -33,6 +32,7 @@ from parallel3d.estimate.search import LayoutChoice, planned
 from parallel3d.estimate.traffic import OVERLAPPED, RESULTS, transfers
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config, check_config
 from tests.unit.estimate.measured_machine import MADE, MIXED, MODEL, RATE, machine, seconds
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from parallel3d.blueprint.dispatch import share_sent
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import most_load
 from parallel3d.cli.overrides import compose
 from parallel3d.commands.best_layout import take_layout
@@ -31,6 +30,7 @@ from parallel3d.estimate.search import (
     sizes_of,
     works,
 )
+from parallel3d.resolve import layout_of
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config, check_config
 

@@ -19,7 +19,6 @@ from torch.distributed import HashStore
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import train
-from parallel3d.config.length import Length
 from parallel3d.faults import watchdog as stacks
 from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
 from parallel3d.loop import evaluation, run_steps
@@ -245,7 +244,7 @@ def test_paused_watchdog_does_not_interrupt_a_long_save(
 
 def _trainer_of(config: Config, *_: object, **__: object) -> Mock:
     cpu = torch.device("cpu")
-    return Mock(config=config, length=Length.of_run(config), steps_done=0, device=cpu)
+    return Mock(config=config, length=config.planned_length.after(), steps_done=0, device=cpu)
 
 
 def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
@@ -253,7 +252,7 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
 ) -> None:
     calls = Mock()
     calls.restore.return_value = 1
-    monkeypatch.setattr(train.ProcessGroups, "of_run", lambda *_: calls.groups)
+    monkeypatch.setattr(train, "groups_of_run", lambda *_: calls.groups)
     monkeypatch.setattr(train, "Checkpoints", lambda *_: calls)
     monkeypatch.setattr(train, "start_watchdog", lambda *_: calls.watchdog)
     calls.groups.observed.return_value = calls.groups
@@ -349,7 +348,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         config=config,
         device=torch.device("cpu"),
         steps_done=2,
-        length=Length.of_run(config),
+        length=config.planned_length.after(),
         train_step=lambda: look("step"),
         evaluate=lambda: look("evaluation"),
         held_out=Mock(),

@@ -12,7 +12,6 @@ import torch
 import torch.nn.attention as registry
 from torch import Tensor
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.verify import variants
@@ -34,6 +33,7 @@ from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 from tests.operators import Operators
 from tests.unit.commands.test_generate import LLAMA, decoder_of
@@ -150,7 +150,7 @@ def test_generation_attends_by_the_kernel_of_its_context() -> None:
 def test_layers_are_built_with_the_chosen_kernel() -> None:
     init = Initializer(0, torch.float32, CPU)
     for kernel in ("auto", "math", "flash"):
-        blueprint = Blueprint.of(config(kernel))
+        blueprint = blueprint_of(config(kernel))
         assert BuildContext.of_run(blueprint, init, SINGLE).attention_kernel == kernel
 
 
@@ -193,12 +193,12 @@ def test_auto_leaves_out_cudnn_where_it_is_reported_to_be_wrong(
     shows(monkeypatch, capability)
     made = Config(tp=tp, model=ModelConfig(num_attention_heads=32, num_query_groups=8))
     made.precision.name = precision
-    assert choose_kernel(Blueprint.of(made), CUDA) == expected
-    assert avoids_cudnn(Blueprint.of(made), CUDA) == (expected == NOT_CUDNN)
-    assert choose_kernel(Blueprint.of(made), CPU) == "auto"
+    assert choose_kernel(blueprint_of(made), CUDA) == expected
+    assert avoids_cudnn(blueprint_of(made), CUDA) == (expected == NOT_CUDNN)
+    assert choose_kernel(blueprint_of(made), CPU) == "auto"
     # ROCm numbers compute capabilities differently.
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert choose_kernel(Blueprint.of(made), CUDA) == "auto"
+    assert choose_kernel(blueprint_of(made), CUDA) == "auto"
 
 
 def test_a_start_logs_that_cudnn_is_left_out(
@@ -215,8 +215,8 @@ def test_a_start_logs_that_cudnn_is_left_out(
 def test_cudnn_by_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     shows(monkeypatch, (10, 0))
     monkeypatch.setattr(attention, "_try", lambda *_: None)
-    assert choose_kernel(Blueprint.of(config("cudnn")), CUDA) == "cudnn"
-    assert not avoids_cudnn(Blueprint.of(config("cudnn")), CUDA)
+    assert choose_kernel(blueprint_of(config("cudnn")), CUDA) == "cudnn"
+    assert not avoids_cudnn(blueprint_of(config("cudnn")), CUDA)
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_cudnn_by_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(made: Config) -> str:
     with pytest.raises(UserError) as raised:
-        choose_kernel(Blueprint.of(made), CPU)
+        choose_kernel(blueprint_of(made), CPU)
     sentence = str(raised.value)
     assert "\n" not in sentence and sentence.endswith(".") and "nearest is" in sentence
     return sentence
@@ -259,7 +259,7 @@ def test_the_trial_has_the_number_of_heads_of_a_rank(monkeypatch: pytest.MonkeyP
         return qkv * 1
 
     monkeypatch.setattr(attention, "causal_attention", attend)
-    assert choose_kernel(Blueprint.of(config("flash", "fp16", tp=4)), CPU) == "flash"
+    assert choose_kernel(blueprint_of(config("flash", "fp16", tp=4)), CPU) == "flash"
     assert seen == [((1, 128, 3 * HEAD_DIM), torch.float16, (1, 1, HEAD_DIM), "flash")]
 
 
@@ -286,21 +286,21 @@ def test_a_package_is_activated_once_and_is_flash_attention_from_then_on(
     activated: list[str],
 ) -> None:
     for _ in range(2):
-        assert choose_kernel(Blueprint.of(config("fa3")), CPU) == "flash"
+        assert choose_kernel(blueprint_of(config("fa3")), CPU) == "flash"
     assert activated == ["FA3"]
-    assert choose_kernel(Blueprint.of(config("fa4")), CPU) == "flash"
+    assert choose_kernel(blueprint_of(config("fa4")), CPU) == "flash"
     assert activated == ["FA3", "FA4"]
 
 
 def test_other_kernels_activate_nothing(activated: list[str]) -> None:
     for kernel in ("auto", "flash", "math"):
-        choose_kernel(Blueprint.of(config(kernel)), CPU)
+        choose_kernel(blueprint_of(config(kernel)), CPU)
     assert activated == []
 
 
 def test_a_dry_run_activates_nothing(activated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "has_values", lambda device: False)
-    assert choose_kernel(Blueprint.of(config("fa3")), CPU) == "flash"
+    assert choose_kernel(blueprint_of(config("fa3")), CPU) == "flash"
     assert activated == []
 
 

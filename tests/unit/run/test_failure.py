@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.errors import TrainingFailure, UserError, closest
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import layout_of
 from parallel3d.run import failure, local_workers
 from parallel3d.run.failure import RankFailure, from_exception, from_exit, root_cause
 from parallel3d.run.launch import Worker

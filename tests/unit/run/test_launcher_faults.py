@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
 from parallel3d.checkpoint.saver import Lease
 from parallel3d.data.corpus import check_data
 from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
+from parallel3d.resolve import layout_of
 from parallel3d.run.directory import (
     PLACEMENT_FILE,
     check_run,

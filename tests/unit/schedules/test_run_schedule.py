@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.ops import layer_flops
-from parallel3d.blueprint.stages import (
-    StageWeights,
-)
 from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import blueprint_of, stage_weights
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.choose import choose, measure
 from parallel3d.schedules.keys import ScheduleConfig
@@ -33,25 +30,25 @@ def config(
 def test_the_choice_is_at_least_as_good_as_one_that_ignores_the_head() -> None:
     """Uses a vocabulary so large that the head costs as much as several layers."""
     made = config(16, 60_000)
-    work = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made))
+    work = RankWork(1.0, 1.0, 1.0, 0.0, stage_weights(made))
     blind = choose(4, 8, 2, RankWork(1.0, 1.0, 1.0)).schedule
-    chosen = measure(Blueprint.of(made).pipeline.schedule(), work)
+    chosen = measure(blueprint_of(made).pipeline.schedule(), work)
     assert chosen.seconds < measure(blind, work).seconds
-    assert f"{chosen.overhead:.1%} over compute" in Blueprint.of(made).pipeline.why_chosen()
+    assert f"{chosen.overhead:.1%} over compute" in blueprint_of(made).pipeline.why_chosen()
 
 
 def test_each_stage_of_the_choice_has_a_layer() -> None:
     """A V would be faster, but the model has too few layers for its eight stages."""
-    assert Blueprint.of(config(8)).pipeline.schedule().assignment.chunks == 2
+    assert blueprint_of(config(8)).pipeline.schedule().assignment.chunks == 2
     made = config(7)
-    assert Blueprint.of(made).pipeline.schedule().assignment == StageAssignment(4)
-    assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 2, 1]
+    assert blueprint_of(made).pipeline.schedule().assignment == StageAssignment(4)
+    assert [len(stage.layers) for stage in blueprint_of(made).stages] == [2, 2, 2, 1]
 
 
 def test_given_layers_per_stage_decide_the_number_of_stages() -> None:
     made = config(8, layers_per_stage=[2, 2, 3, 1])
-    assert Blueprint.of(made).pipeline.schedule().assignment == StageAssignment(4)
-    assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 3, 1]
+    assert blueprint_of(made).pipeline.schedule().assignment == StageAssignment(4)
+    assert [len(stage.layers) for stage in blueprint_of(made).stages] == [2, 2, 3, 1]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ def test_recomputation_counts_towards_the_input_gradients_time() -> None:
     attention = 2 * model.hidden_size * model.seq_length
     matmul = 2 * model.hidden_size * model.ffn_size  # the projection up, or the one down
     whole = 8 * model.hidden_size**2 + attention + 2 * matmul
-    plain = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(config(8))).costs(assignment)
+    plain = RankWork(1.0, 1.0, 1.0, 0.0, stage_weights(config(8))).costs(assignment)
     for recompute, products in {
         "[norm,activation]": 0.0,
         "selective": attention,
@@ -84,13 +81,13 @@ def test_recomputation_counts_towards_the_input_gradients_time() -> None:
         "full": whole - matmul,
     }.items():
         made = replace(config(8, recompute=recompute), recompute_layers=[2, 1, 0, 0])
-        costs = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(assignment)
+        costs = RankWork(1.0, 1.0, 1.0, 0.0, stage_weights(made)).costs(assignment)
         share = products / whole
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
         # The shares refer to the forward of two layers, which is 1.0.
         assert more == pytest.approx([share, share / 2, 0, 0])
         assert (costs.forward, costs.weight) == (plain.forward, plain.weight)
-        plainly = Blueprint.of(replace(made, vpp=1, schedule=ScheduleConfig()))
+        plainly = blueprint_of(replace(made, vpp=1, schedule=ScheduleConfig()))
         assert plainly.recompute_forwards() == pytest.approx(more)
 
 

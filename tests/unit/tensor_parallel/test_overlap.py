@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device.fused import register
@@ -23,6 +22,7 @@ from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -186,7 +186,7 @@ def config(**changes: object) -> Config:
 )
 def test_pieces_need_sequence_parallelism(sp: bool, group: Group, pieces: int | None) -> None:
     init = Initializer(1, torch.float32, CPU)
-    blueprint = Blueprint.of(config(sp=sp, chunks=3))
+    blueprint = blueprint_of(config(sp=sp, chunks=3))
     ctx = BuildContext.of_run(blueprint, init, group)
     made = ColumnParallelLinear(6, {"up": 8}, bias=False, **ctx.linear_arguments)
     assert made.sp == pieces

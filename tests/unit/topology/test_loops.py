@@ -8,7 +8,6 @@ import io
 import numpy as np
 import pytest
 
-from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import LinkClass
 from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.keys import ClusterConfig
@@ -19,6 +18,7 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.network import flows_of, price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import preset
 from parallel3d.topology.links import classify, loads_of, refuse_unreachable
@@ -38,7 +38,7 @@ def config_of(name: str, pp: int, vpp: int, tp: int = 1, dp: int = 1, **more: ob
 
 
 def placed(cluster, config: Config, text: str = "tp-cp-dp-pp") -> RankMapping:
-    layout = Blueprint.of(config).looped_layout
+    layout = blueprint_of(config).looped_layout
     return RankMapping.tiled(cluster, layout, Tiling.parse(text, layout))
 
 
@@ -51,7 +51,7 @@ def pp_bytes(config: Config, layout: Layout, rank: int) -> int:
 def test_the_price_covers_all_traffic_of_the_ranks(name: str, pp: int, vpp: int) -> None:
     """The list for two neighbours, applied to all pairs, is the sum of the lists of all ranks."""
     config = config_of(name, pp, vpp, dp=2)
-    layout = Blueprint.of(config).looped_layout
+    layout = blueprint_of(config).looped_layout
     placement = placed(a_cluster(2 * pp, gpus=1), config)  # each GPU has a NIC, and no NVLink
     price = price_step(placement, [t for t in transfers(config, layout) if t.dim == "pp"])
     sent = [pp_bytes(config, layout, rank) for rank in range(pp)]
@@ -64,7 +64,7 @@ def test_the_price_covers_all_traffic_of_the_ranks(name: str, pp: int, vpp: int)
 
 @pipelines
 def test_in_loops_the_last_rank_is_a_neighbour_of_the_first(name: str, pp: int, vpp: int) -> None:
-    layout = Blueprint.of(config_of(name, pp, vpp)).looped_layout
+    layout = blueprint_of(config_of(name, pp, vpp)).looped_layout
     flows = flows_of("pp", a_cluster(pp, gpus=1), members(layout, "pp"), layout.loops).ring
     pairs = [set(ends) for ends in zip(flows.here.tolist(), flows.there.tolist(), strict=True)]
     expected = [{rank, rank + 1} for rank in range(pp - 1)]
@@ -102,14 +102,14 @@ def test_a_way_back_without_a_wire_is_refused() -> None:
     ring."""
     cluster = a_cluster(3, gpus=2, unit_nodes=3, oversubscription=None)
     config = config_of("interleaved", 3, 2, dp=1)
-    layout = Blueprint.of(config).looped_layout
+    layout = blueprint_of(config).looped_layout
     # Ranks 0 and 1 in one NVLink domain, 1 and 2 on rail 1; 2 and 0 share neither.
     placement = RankMapping(cluster, layout, np.array([0, 1, 3]), "by hand")
     sent = transfers(config, layout)
     with pytest.raises(UserError, match=r"pp=3 with tp=1: .*no path between rank 2 .*rank 0 "):
         refuse_unreachable(placement, classify(placement), sent)
     as_v = config_of("zbv", 3, 2)
-    layout = Blueprint.of(as_v).looped_layout
+    layout = blueprint_of(as_v).looped_layout
     placement = RankMapping(cluster, layout, placement.slots, "by hand")
     refuse_unreachable(placement, classify(placement), transfers(as_v, layout))
 
