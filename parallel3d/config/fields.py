@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from parallel3d.config.conflicts import Conflict
@@ -218,11 +219,15 @@ def with_values(config: AnyKeys, values: Mapping[str, Any]) -> AnyKeys:
 class MegatronFlags(NamedTuple):
     """Flags of Megatron-LM that mean the same as a key, and how their meaning differs.
 
-    `differs` is None if the meaning is the same.
+    Attributes:
+        flags: the flags.
+        differs: how their meaning differs, or None if it is the same.
+        names: names of other trainers for the key, with how the meaning of each differs.
     """
 
     flags: tuple[str, ...] = ()
     differs: str | None = None
+    names: Mapping[str, str | None] = MappingProxyType({})
 
 
 @functools.cache
@@ -232,15 +237,16 @@ def megatron_flags() -> dict[str, MegatronFlags]:
 
     rows = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
     return {
-        name: MegatronFlags(tuple(row["flags"]), row.get("differs")) for name, row in rows.items()
+        name: MegatronFlags(tuple(row.get("flags", ())), row.get("differs"), row.get("names", {}))
+        for name, row in rows.items()
     }
 
 
 def nearest_key(given: str, schema: type) -> str | None:
     """Returns the key that `given` most likely means, or None if nothing is close.
 
-    It tries the names of keys, Megatron-LM's flags, names of keys without their section, and then
-    similar spellings of all of these. Dashes count as underscores; leading ones are ignored.
+    It tries the names of keys, Megatron-LM's flags, other trainers' names, names of keys without
+    their section, and then similar spellings of all but other trainers' names. Dashes count as underscores; leading ones are ignored.
     """
     given = given.lstrip("-+~").replace("-", "_").lower()
     keys = all_keys(schema)
@@ -254,7 +260,13 @@ def nearest_key(given: str, schema: type) -> str | None:
     for name, key in keys.items():
         leaves.setdefault(key.leaf, name)
     section, _, leaf = given.rpartition(".")
-    exact = given if given in keys else flags.get(given) or leaves.get(leaf)
+    theirs = {
+        theirs: name
+        for name, row in megatron_flags().items()
+        if name in keys
+        for theirs in row.names
+    }
+    exact = given if given in keys else flags.get(given) or theirs.get(given) or leaves.get(leaf)
     names = {name: name for name in (*keys, *sections_of(schema))}
     spellings = names if section else leaves | names | flags
     close = exact or nearest(given, spellings)
@@ -276,7 +288,9 @@ def unknown_key(given: str, schema: type, value: Any = None) -> str:
         flags, differs = [flag.strip("-") for flag in row.flags], row.differs
         key = all_keys(schema).get(name)
         close = f"the nearest is {key.typed if key else name}"
-        if differs and given.strip("-").replace("_", "-") in flags:
+        if given.strip("-").replace("_", "-") not in flags:
+            differs = row.names.get(given.strip("-").replace("-", "_"))
+        if differs:
             close += f" ({differs})"
     if given.startswith("-"):
         close += ", and keys are written without dashes, as KEY=VALUE"
