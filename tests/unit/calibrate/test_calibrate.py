@@ -84,7 +84,7 @@ def test_each_kind_of_layer_is_a_stage_of_its_own_blocks() -> None:
     stages: list[Stage] = pieces.executor.stages[1:-1]  # type: ignore[assignment]
     for kind, stage in zip(kinds, stages, strict=True):
         (block,) = stage.blocks.values()
-        assert block.attention.window == kind.window
+        assert block.attention.options.window == kind.window
         assert isinstance(block.mlp, MixtureOfExperts) is kind.experts
     times = pieces.run()
     assert {f"{way}{chunk}" for way in "FIW" for chunk in range(6)} < set(times)
