@@ -246,7 +246,8 @@ def nearest_key(given: str, schema: type) -> str | None:
     """Returns the key that `given` most likely means, or None if nothing is close.
 
     It tries the names of keys, Megatron-LM's flags, other trainers' names, names of keys without
-    their section, and then similar spellings of all but other trainers' names. Dashes count as underscores; leading ones are ignored.
+    their section, and then similar spellings of all but other trainers' names. Dashes count as
+    underscores; leading ones are ignored.
     """
     given = given.lstrip("-+~").replace("-", "_").lower()
     keys = all_keys(schema)
