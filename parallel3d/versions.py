@@ -10,7 +10,7 @@ from typing import NamedTuple
 from parallel3d.errors import UserError
 
 
-class Tried(NamedTuple):
+class TriedVersions(NamedTuple):
     """A range of versions, up to and including all patch releases of `newest`.
 
     `oldest` is the lower bound in pyproject.toml, or None if it is unknown.
@@ -22,12 +22,12 @@ class Tried(NamedTuple):
 
 # Versions newer than these are accepted: most of them work, and a new GPU needs a new torch.
 TRIED = {
-    "torch": Tried("2.11", "2.15"),
-    "hydra-core": Tried("1.3.2", "1.3"),
-    "omegaconf": Tried("2.3", "2.3"),
-    "tokenizers": Tried(None, "0.23"),
-    "transformers": Tried("5", "5.24"),
-    "wandb": Tried("0.31", "0.31"),
+    "torch": TriedVersions("2.11", "2.15"),
+    "hydra-core": TriedVersions("1.3.2", "1.3"),
+    "omegaconf": TriedVersions("2.3", "2.3"),
+    "tokenizers": TriedVersions(None, "0.23"),
+    "transformers": TriedVersions("5", "5.24"),
+    "wandb": TriedVersions("0.31", "0.31"),
 }
 OF_A_RUN = ("torch", "hydra-core", "omegaconf", "tokenizers")
 OF_A_SCRIPT = ("torch",)

@@ -51,7 +51,7 @@ from parallel3d.config.length import Length
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.same_text import compare_text, facts_of
 from parallel3d.data.sampler import TrainingText
-from parallel3d.data.tokens import Compared
+from parallel3d.data.tokens import TextComparison
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
@@ -91,7 +91,9 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
 
-def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | None) -> Compared:
+def compared_with(
+    manifest: Manifest, config: Config, corpus: TrainingText | None
+) -> TextComparison:
     """Compares a checkpoint with the configuration and the text of a run.
 
     The result has the reason if the run cannot resume from the checkpoint; otherwise it may have a
@@ -100,7 +102,7 @@ def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | Non
     found = identity.changes(manifest.config, config)
     refusal = identity.refusal(config.run, found)
     if refusal is not None or corpus is None:
-        return Compared(refusal)
+        return TextComparison(refusal)
     others = [spell(change.key, change.there) for change in found if change.key.startswith("data.")]
     samples = None if config.train.eval_only else int(manifest.progress["consumed_samples"])
     return compare_text(manifest.data, corpus, config.run, config.model.seq_length, samples, others)
@@ -404,7 +406,7 @@ class Checkpoints:
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
         """Loads a checkpoint on every rank; if it is damaged, sets it aside and returns None."""
 
-        def read() -> tuple[Manifest, Compared]:
+        def read() -> tuple[Manifest, TextComparison]:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None:

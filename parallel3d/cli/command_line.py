@@ -27,7 +27,7 @@ import parallel3d
 from parallel3d.checkpoint.init_from import RATE, begun_from
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
-from parallel3d.cli.continued import Given, continued, given_by
+from parallel3d.cli.continued import GivenKeys, continued, given_by
 from parallel3d.cli.hydra_run import (
     failed_elsewhere,
     is_sweep,
@@ -378,7 +378,7 @@ def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAs
 
 
 def _with_earlier(
-    command: Subcommand, config: Config, given: Given, place: RankAssignment | None
+    command: Subcommand, config: Config, given: GivenKeys, place: RankAssignment | None
 ) -> tuple[Config, list[str]]:
     """Completes `config` with values of the run's last start, or of the source of its weights.
 
@@ -393,7 +393,7 @@ def _with_earlier(
 
 
 def _taken(
-    command: Subcommand, config: Config, given: Given, world_size: int | None
+    command: Subcommand, config: Config, given: GivenKeys, world_size: int | None
 ) -> tuple[Config, list[str]]:
     """Does the work of `_with_earlier`, which sets the time limit."""
     directory = Path(config.runs_dir) / str(config.run)

@@ -43,7 +43,7 @@ NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenKeys:
     """Contains the keys and presets that the overrides of a command line give.
 
     Attributes:
@@ -59,7 +59,7 @@ class Given:
         return _is_among(str(key), self.keys | {f"{section}." for section in self.presets})
 
 
-def given_by(words: Sequence[str], own: Path | None = None) -> Given:
+def given_by(words: Sequence[str], own: Path | None = None) -> GivenKeys:
     """Returns the keys and presets that overrides give. `own` is the folder of --config-dir."""
     pairs = [word.lstrip("+~").partition("=")[::2] for word in words]
     sections = sections_of(Config)
@@ -72,7 +72,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
                 presets |= {str(name).rpartition("/")[2] for name in entry}
         tree: Any = OmegaConf.to_container(file)
         keys |= {key for key, value in flat(tree).items() if value != MISSING}
-    return Given(keys, presets)
+    return GivenKeys(keys, presets)
 
 
 def _is_among(key: str, keys: Collection[str]) -> bool:
@@ -82,7 +82,12 @@ def _is_among(key: str, keys: Collection[str]) -> bool:
 
 
 def continued(
-    config: Config, there: Config, given: Given, world_size: int | None, *, has_begun: bool = True
+    config: Config,
+    there: Config,
+    given: GivenKeys,
+    world_size: int | None,
+    *,
+    has_begun: bool = True,
 ) -> tuple[Config, str | None]:
     """Returns the configuration with which a run resumes, and a line about the values taken over.
 
@@ -225,7 +230,7 @@ def _smaller(key: Key, value: Any, usual: Any) -> list[Any]:
 
 
 def _sizes(
-    new: Mapping[str, Any], old: Mapping[str, Any], given: Given, world_size: int | None
+    new: Mapping[str, Any], old: Mapping[str, Any], given: GivenKeys, world_size: int | None
 ) -> dict[str, int | None]:
     """Returns tp, pp, cp and dp for `continued`; dp is None if the number of ranks determines it.
 

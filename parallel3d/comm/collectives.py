@@ -43,7 +43,7 @@ def kind_of(group: Group) -> str:
 
 
 @dataclass
-class Timed:
+class TimedWork:
     """A handle whose `wait` counts as communication."""
 
     work: Work
@@ -68,7 +68,7 @@ def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work])
     label = None if timer.ranges is None else f"{name} {group.name}"
     with timer.starting(kind, label):
         work = logged(group, name, tensor, start)
-    return Timed(work, timer, kind, label and f"wait {label}")
+    return TimedWork(work, timer, kind, label and f"wait {label}")
 
 
 def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | MirroredPeers | None:
@@ -279,7 +279,7 @@ def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -
 
 
 @dataclass
-class Each:
+class CombinedWork:
     """The handle of several operations, which keeps their tensors alive until they have ended."""
 
     works: list[dist.Work]
@@ -306,7 +306,7 @@ def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
             dist.P2POp(dist.isend, tensor, following, group.handle),
             dist.P2POp(dist.irecv, out, previous, group.handle),
         ]
-        return Each(dist.batch_isend_irecv(operations), (tensor, out))
+        return CombinedWork(dist.batch_isend_irecv(operations), (tensor, out))
 
     return out, observed("ring_shift", tensor, group, start)
 

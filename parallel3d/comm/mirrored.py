@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Done:
+class FinishedWork:
     """The handle of a collective that ended before its call returned."""
 
     def wait(self) -> None:
@@ -26,25 +26,25 @@ class MirroredPeers:
 
     size: int
 
-    def all_reduce(self, tensor: Tensor) -> Done:
+    def all_reduce(self, tensor: Tensor) -> FinishedWork:
         tensor.mul_(self.size)
-        return Done()
+        return FinishedWork()
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> Done:
+    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> FinishedWork:
         torch.mul(tensor.view(self.size, -1)[0], self.size, out=out.view(-1))
-        return Done()
+        return FinishedWork()
 
-    def all_gather(self, tensor: Tensor, out: Tensor) -> Done:
+    def all_gather(self, tensor: Tensor, out: Tensor) -> FinishedWork:
         out.view(self.size, -1).copy_(tensor.view(-1))
-        return Done()
+        return FinishedWork()
 
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> Done:
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> FinishedWork:
         out.view(self.size, -1).copy_(tensor.view(self.size, -1)[0])
-        return Done()
+        return FinishedWork()
 
-    def shift(self, tensor: Tensor, out: Tensor) -> Done:
+    def shift(self, tensor: Tensor, out: Tensor) -> FinishedWork:
         out.copy_(tensor)
-        return Done()
+        return FinishedWork()
 
     def takes_uneven(self, most: int) -> bool:
         return True

@@ -65,7 +65,7 @@ from parallel3d.estimate.search import (
     MOST_V_HALF,
     Fixed,
     LayoutChoice,
-    Priced,
+    PricedLayouts,
     best,
     can_overlap,
     card_of,
@@ -149,7 +149,7 @@ class Plan:
     """
 
     config: Config
-    priced: Priced
+    priced: PricedLayouts
     sizes: Mapping[str, float]
     gpus: int
     reserve_gb: float
@@ -466,7 +466,7 @@ def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
     return section("Memory along the pipeline", words, bar_key(shown), table)
 
 
-def _parts(priced: Priced, index: int) -> dict[str, float]:
+def _parts(priced: PricedLayouts, index: int) -> dict[str, float]:
     """Returns the seconds of a layout's step by part."""
     parts = StepTime.__dataclass_fields__
     return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in parts}
@@ -589,7 +589,9 @@ def searched(
         reserve, most = 1e9 * reserve_gb, sizes["memory_bytes"]
         times = step(works(choices, sizes, batch), load_own(card_of(config)[0]))
         if config.model.num_experts:
-            unknown = Priced(choices, times, np.full(len(choices), np.nan), np.array(False), [])
+            unknown = PricedLayouts(
+                choices, times, np.full(len(choices), np.nan), np.array(False), []
+            )
             priced = bounded(config, unknown, ROWS, most, reserve, load, progress())
         else:
             memory = memories(config, choices, reserve, progress())

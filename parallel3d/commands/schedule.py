@@ -39,7 +39,7 @@ MORE_MEMORY = (1.25, 1.5)
 
 
 @dataclass(frozen=True)
-class Shown:
+class ScheduleView:
     """The schedule to draw, and the rows of the table.
 
     Attributes:
@@ -79,7 +79,7 @@ def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
     return 0
 
 
-def find(config: Config) -> Shown:
+def find(config: Config) -> ScheduleView:
     """Makes, checks and times the requested schedule, and measures all others for the table.
 
     Raises UserError for an impossible configuration.
@@ -124,10 +124,10 @@ def find(config: Config) -> Shown:
     report = check(program, count, made.assignment)
     unread = peak_unread(program, made.assignment)
     timeline = time_orders(made.orders, made.assignment, work.costs(made.assignment))
-    return Shown(choice, report, timeline, max(unread.values(), default=0), rows)
+    return ScheduleView(choice, report, timeline, max(unread.values(), default=0), rows)
 
 
-def text(keys: ScheduleConfig, found: Shown) -> str:
+def text(keys: ScheduleConfig, found: ScheduleView) -> str:
     """Returns the report for the terminal: the timeline, the checks and the table."""
     choice, report = found.choice, found.report
     placed = choice.schedule.assignment
@@ -150,7 +150,7 @@ def text(keys: ScheduleConfig, found: Shown) -> str:
     return "\n".join(lines)
 
 
-def heading(keys: ScheduleConfig, found: Shown) -> str:
+def heading(keys: ScheduleConfig, found: ScheduleView) -> str:
     """Formats the name, the sizes and the costs of the schedule in one line."""
     made = found.choice.schedule
     placed = made.assignment
@@ -164,7 +164,7 @@ def heading(keys: ScheduleConfig, found: Shown) -> str:
     )
 
 
-def _table(found: Shown) -> list[str]:
+def _table(found: ScheduleView) -> list[str]:
     rows = [("schedule", "chunks", "time", "overhead", "bubble", "activations", "")]
     for row in found.rows:
         mark = "←" if row.schedule == found.choice.schedule else ""
@@ -182,7 +182,7 @@ def row_name(row: ScheduleChoice) -> str:
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"
 
 
-def facts(keys: ScheduleConfig, found: Shown, pp: int, vpp: int) -> dict[str, Any]:
+def facts(keys: ScheduleConfig, found: ScheduleView, pp: int, vpp: int) -> dict[str, Any]:
     """Returns the table as plain data for JSON, with an entry of `schedules` for each row."""
     return {
         "made_by": MADE_BY,
@@ -208,7 +208,7 @@ def facts(keys: ScheduleConfig, found: Shown, pp: int, vpp: int) -> dict[str, An
     }
 
 
-def picture(keys: ScheduleConfig, found: Shown) -> str:
+def picture(keys: ScheduleConfig, found: ScheduleView) -> str:
     """Draws the timeline as an SVG document."""
     placed = found.choice.schedule.assignment
     return render_svg(

@@ -90,7 +90,7 @@ RENAMED_VALUES = {("device", "pretend"): "simulated"}
 REMOVED_VALUES = {("ddp.comm_hook", "powersgd"): "bf16"}
 
 
-class Removed(NamedTuple):
+class RemovedKey(NamedTuple):
     """Advice on replacing a removed key, and its default, at which it had no effect."""
 
     instead: str
@@ -103,17 +103,17 @@ _TEXTBOOK_FORMS = (
 )
 _LOW_RANK = "PowerSGD is gone, and ddp.comm_hook=bf16 sends half the bytes"
 REMOVED = {
-    "bench.algorithms": Removed(_TEXTBOOK_FORMS, False),
-    "algorithms": Removed(_TEXTBOOK_FORMS, False),
-    "topology.width": Removed("text is as wide as the terminal, or as COLUMNS says"),
-    "tensor_parallel.symmetric_memory": Removed(
+    "bench.algorithms": RemovedKey(_TEXTBOOK_FORMS, False),
+    "algorithms": RemovedKey(_TEXTBOOK_FORMS, False),
+    "topology.width": RemovedKey("text is as wide as the terminal, or as COLUMNS says"),
+    "tensor_parallel.symmetric_memory": RemovedKey(
         "tensor_parallel.chunks overlaps the same communication", False
     ),
-    "ddp.powersgd_rank": Removed(_LOW_RANK, 4),
-    "ddp.powersgd_start": Removed(_LOW_RANK, 10),
-    "ddp.bucket_order": Removed("buckets are in the reverse order of the model", "model"),
-    "launch.huge_pages": Removed("CPU ranks always keep freed memory for reuse", True),
-    "train.noise_scale": Removed(
+    "ddp.powersgd_rank": RemovedKey(_LOW_RANK, 4),
+    "ddp.powersgd_start": RemovedKey(_LOW_RANK, 10),
+    "ddp.bucket_order": RemovedKey("buckets are in the reverse order of the model", "model"),
+    "launch.huge_pages": RemovedKey("CPU ranks always keep freed memory for reuse", True),
+    "train.noise_scale": RemovedKey(
         "compare the losses of short runs with two values of global_batch_size", False
     ),
 }

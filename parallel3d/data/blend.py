@@ -143,7 +143,7 @@ class StagedShares:
         return counts
 
 
-class Blended(StagedShares):
+class BlendedSamples(StagedShares):
     """The samples of several data sets, mixed by weight."""
 
     def __init__(

@@ -15,7 +15,7 @@ import numpy as np
 
 from parallel3d.config.fields import show
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.tokenizer import FileTokenizer, Roles, Tokenizer, Unencodable
+from parallel3d.data.tokenizer import FileTokenizer, Roles, Tokenizer, UnencodableText
 from parallel3d.errors import UserError
 
 PLACES = 4  # number of sampled places of a pair
@@ -140,7 +140,7 @@ def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bo
         return None
     try:
         again = tokenizer.encode(tokenizer.decode(here).encode("utf-8", "replace")).tolist()
-    except Unencodable:
+    except UnencodableText:
         return False
     kept = len(here) - CUT
     return bool(again[:kept] == here[:kept])

@@ -50,7 +50,7 @@ _LARGEST_FACTS = 1 << 20
 
 
 # Makes a result from an entry's open files, by suffix, and the facts that its builder returned.
-Opened = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
+CacheOpener = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
 
 
 def kept(
@@ -58,7 +58,7 @@ def kept(
     key: str,
     ends: Sequence[str],
     build: Callable[[Path], dict[str, Any]],
-    opened: Opened[T],
+    opened: CacheOpener[T],
 ) -> T:
     """Returns the result of `opened` for the entry `key`; builds the entry first if necessary.
 
@@ -107,7 +107,7 @@ def _build(prefix: Path, ends: Sequence[str], build: Callable[[Path], dict[str, 
     replace_durably(prefix.with_suffix(".json"), content.encode())
 
 
-def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
+def _load(prefix: Path, ends: Sequence[str], opened: CacheOpener[T]) -> T | None:
     """Opens an entry; returns None if it is missing or damaged, or if other users may write it."""
     path, problem = prefix.with_suffix(".json"), "is damaged"
     if not path.exists():

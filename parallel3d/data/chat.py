@@ -23,14 +23,14 @@ from parallel3d.data.chat_rows import (
     TOOL,
     USER,
     Message,
-    Refused,
+    RefusedRow,
     RowReport,
-    Unfit,
+    UnfitTemplate,
     parse,
     read_row,
     unread_of,
 )
-from parallel3d.data.chat_shown import Rendering, Shown
+from parallel3d.data.chat_shown import MessageFinder, Rendering
 from parallel3d.data.chat_template import NO_DATE, ChatTemplate
 from parallel3d.data.formats import CHAT
 from parallel3d.data.indexed import IndexedWriter
@@ -48,8 +48,8 @@ from parallel3d.data.tokenizer import (
     EOS,
     GENERATION,
     FileTokenizer,
-    Placed,
-    Unencodable,
+    PlacedTokens,
+    UnencodableText,
     open_tokenizer,
 )
 from parallel3d.data.tokens import Tokens
@@ -112,7 +112,7 @@ class Reader:
         self._stand_ins: dict[str, str] = {}  # special token → a private character
 
     def read(self, row: Any) -> Conversation:
-        """Returns the conversation in a row. Raises Refused with the reason."""
+        """Returns the conversation in a row. Raises RefusedRow with the reason."""
         asked = read_row(row)
         template = self._template.of(asked.tools)
         unread = unread_of(asked, template.reads, template.takes)
@@ -128,11 +128,11 @@ class Reader:
         rendering = Rendering(template, *marked)
         whole = rendering.text()
         if marked != given and _without(whole, marks[:2]) != Rendering(template, *given).text():
-            raise Refused(
+            raise RefusedRow(
                 "spells out special tokens that its chat template looks for: write thoughts "
                 "under the key reasoning_content, and calls under tool_calls"
             )
-        shown = Shown(rendering, whole, marks, asked)
+        shown = MessageFinder(rendering, whole, marks, asked)
         shown.check()
         turns = self._tagged(shown) if template.has_tags else self._untagged(shown)
         whole, turns = self._ended(shown, turns)
@@ -145,7 +145,7 @@ class Reader:
             spoken |= within
         return Conversation(made.tokens, spoken, unread, shown.drops_thoughts())
 
-    def _tagged(self, shown: Shown) -> list[Turn]:
+    def _tagged(self, shown: MessageFinder) -> list[Turn]:
         """Finds the learned turns by the template's `{% generation %}` tags."""
         _, _, opening, closing, *_ = shown.marks
         marked = shown.rendering.text(around=(opening, closing))
@@ -161,7 +161,7 @@ class Reader:
             else:
                 at += len(piece)
         if begins or shown.whole != "".join(pieces[::2]):
-            raise Refused(
+            raise RefusedRow(
                 "cannot be read, because the chat template changes the text inside its "
                 "{% generation %} tags; give a template that leaves it unchanged"
             )
@@ -177,20 +177,20 @@ class Reader:
                 left.append((*turn, last))
                 continue
             if not speakers:
-                raise Refused(
+                raise RefusedRow(
                     "selects messages to learn, but it is unclear which of them the "
                     f"{{% generation %}} tags of its template enclose; {TAG_EACH}"
                 )
             if all(shown.row.learned[number] for number in speakers):
                 left.append((*turn, last))
             elif any(shown.row.learned[number] for number in speakers):
-                raise Refused(
+                raise RefusedRow(
                     "has a message to learn and one not to learn between the same {% generation %} "
                     f"tags of its template; {TAG_EACH}"
                 )
         return left
 
-    def _untagged(self, shown: Shown) -> list[Turn]:
+    def _untagged(self, shown: MessageFinder) -> list[Turn]:
         """Finds the learned turns by rendering the messages before each of them.
 
         Some templates render a turn differently, or drop its thoughts, once it is no longer the
@@ -209,13 +209,13 @@ class Reader:
             turns.append((begin, end, number))
         return turns
 
-    def _ended(self, shown: Shown, turns: Sequence[Turn]) -> tuple[str, list[Turn]]:
+    def _ended(self, shown: MessageFinder, turns: Sequence[Turn]) -> tuple[str, list[Turn]]:
         """Extends turns to the tokens that end them, and adds an end that is not printed.
 
         With some templates, such as GLM-4's, the marker of the next role ends a turn; others print
         the end of a turn only before another message. Such a token counts if it is among the
         tokenizer's `ends`. Returns the text, to which the end of the last turn is added if the
-        template prints it only before another message. Raises Refused for turns without an end,
+        template prints it only before another message. Raises RefusedRow for turns without an end,
         unless `{% generation %}` tags mark them.
         """
         whole, found = shown.whole, []
@@ -239,12 +239,12 @@ class Reader:
             found.append((begin, end, number))
         return whole, found
 
-    def _end_within(self, shown: Shown, begin: int, end: int) -> str | None:
+    def _end_within(self, shown: MessageFinder, begin: int, end: int) -> str | None:
         """Returns the added token in which a turn ends, or None if it ends in plain text."""
         text = shown.whole[begin:end].rstrip()
         return next((token for token in self._added if text.endswith(token)), None)
 
-    def _end_behind(self, shown: Shown, number: int | None) -> str | None:
+    def _end_behind(self, shown: MessageFinder, number: int | None) -> str | None:
         """Returns the blanks and the special token that would follow the text before a message.
 
         The message is a tool's after a call in message `number`, and otherwise the user's.
@@ -259,39 +259,39 @@ class Reader:
                 return before + marker[2]
         return None
 
-    def _endless(self, shown: Shown, number: int | None, follows: str | None) -> Refused:
+    def _endless(self, shown: MessageFinder, number: int | None, follows: str | None) -> RefusedRow:
         """Returns the error for a turn without an end; `follows` is the special token behind it."""
         messages = shown.rendering.messages
         named = "a turn" if number is None else shown.row.names[number]
         said = number is not None and [m["role"] for m in messages[number : number + 2]]
         if said == [ASSISTANT] * 2:
-            return Refused(
+            return RefusedRow(
                 f"has {named} and another of role {ASSISTANT} behind it, but no token of its chat "
                 "template ends the first: join them"
             )
         if follows is None:
-            return Unfit(
+            return UnfitTemplate(
                 f"has {named}, which ends in no special token, so the model would not learn to end "
                 "a turn: write {{ eos_token }} behind the assistant's words in the chat template, "
                 "or put {% generation %} tags around all that is to be learned"
             )
         ends = sorted({*self._tokenizer.ends, self._tokenizer.special[follows]})
-        return Unfit(
+        return UnfitTemplate(
             f"has {named}, which only {plain(follows)} ends, the token that begins the next turn, "
             "but it is not among the tokens that end a generation: if the model is to stop there, "
             f'write "{EOS}": {ends} into the {GENERATION} next to the tokenizer.json'
         )
 
-    def _special_end(self, shown: Shown, number: int, begin: int) -> int:
-        """Returns the end of the first special token after a turn's words. Raises Refused."""
+    def _special_end(self, shown: MessageFinder, number: int, begin: int) -> int:
+        """Returns the end of the first special token after a turn's words. Raises RefusedRow."""
         behind = self._specials(shown.whole, shown.marks, shown.words_end(number, begin))
         end = next((found.end() for found in behind if found["meant"]), None)
         if end is None:
             raise shown.unknown(number)
         return end
 
-    def _check_speaks(self, shown: Shown, number: int, begin: int, end: int) -> None:
-        """Raises Refused for a turn without words, because only its end would be learned."""
+    def _check_speaks(self, shown: MessageFinder, number: int, begin: int, end: int) -> None:
+        """Raises RefusedRow for a turn without words, because only its end would be learned."""
         text, at = "", begin
         for found in self._specials(shown.whole, shown.marks, begin):
             if found.start() >= end:
@@ -303,7 +303,7 @@ class Reader:
             raise shown.silent(number)
 
     def _until_its_end(
-        self, made: Placed, within: npt.NDArray[np.bool_], until: str
+        self, made: PlacedTokens, within: npt.NDArray[np.bool_], until: str
     ) -> npt.NDArray[np.bool_]:
         """Removes the blanks after the last special token of a turn from the mask `within`.
 
@@ -328,8 +328,8 @@ class Reader:
         pattern = f"{begin}(?P<spelled>{self._special}){end}|(?P<meant>{self._special})"
         return re.compile(f"{pattern}|[{begin}{end}]").finditer(whole, at)
 
-    def _encoded(self, whole: str, marks: Marks, held: set[str]) -> Placed:
-        """Returns the tokens of a conversation, with their places in `whole`. Raises Refused."""
+    def _encoded(self, whole: str, marks: Marks, held: set[str]) -> PlacedTokens:
+        """Returns the tokens of a conversation, with their places in `whole`. Raises RefusedRow."""
         plain = _without(whole, marks[:2])
         try:
             plain.encode()
@@ -338,24 +338,24 @@ class Reader:
             # With a stand-in for every special token, encoding must give the usual tokens.
             every = self._stood_in(whole, marks, held, every=True)
             if not np.array_equal(every.tokens, self._tokenizer.place(plain).tokens):
-                raise Refused(
+                raise RefusedRow(
                     "spells out special tokens, which cannot be encoded as plain text with its "
                     "tokenizer"
                 )
             made = self._stood_in(whole, marks, held, every=False)
         except UnicodeEncodeError:
-            raise Refused("has half of a surrogate pair, which is not a character") from None
-        except Unencodable as error:
-            raise Refused(f"cannot be encoded by its tokenizer ({error.why})") from None
+            raise RefusedRow("has half of a surrogate pair, which is not a character") from None
+        except UnencodableText as error:
+            raise RefusedRow(f"cannot be encoded by its tokenizer ({error.why})") from None
         for begin, end in zip(made.begins.tolist(), made.ends.tolist(), strict=True):
             if whole[begin - 1 : begin] == marks[0] and whole[end : end + 1] == marks[1]:
-                raise Refused(
+                raise RefusedRow(
                     f"spells out {whole[begin:end]}, which its tokenizer turns into that token "
                     "even when it is plain text"
                 )
         return made
 
-    def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> Placed:
+    def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> PlacedTokens:
         """Encodes a conversation with a private character in place of each special token.
 
         Special tokens that a message spells out stay text, unless `every` is set.
@@ -386,7 +386,7 @@ class Reader:
         # The end is computed from the last character, because the next one may belong to another
         # piece.
         last = np.maximum(made.ends - 1, made.begins)
-        return Placed(made.tokens, source(made.begins), source(last) + 1)
+        return PlacedTokens(made.tokens, source(made.begins), source(last) + 1)
 
 
 def _with_contents(rendering: Rendering) -> list[Message]:
@@ -394,7 +394,7 @@ def _with_contents(rendering: Rendering) -> list[Message]:
     try:
         rendering.text()
         return list(rendering.messages)
-    except Refused:
+    except RefusedRow:
         return [{"content": "", **message} for message in rendering.messages]
 
 
@@ -403,10 +403,10 @@ def _without(text: str, marks: Marks) -> str:
 
 
 def _unused(held: set[str], count: int) -> tuple[str, ...]:
-    """Returns `count` private characters that are not in `held`. Raises Refused."""
+    """Returns `count` private characters that are not in `held`. Raises RefusedRow."""
     found = tuple(islice((c for c in map(chr, PRIVATE) if c not in held), count))
     if len(found) < count:
-        raise Refused("holds nearly all of Unicode's private characters")
+        raise RefusedRow("holds nearly all of Unicode's private characters")
     return found
 
 
@@ -540,10 +540,10 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
         try:
             found = reader.read(_row_of(line))
             if not found.spoken[1:].any():
-                raise Refused("has no words from the assistant to learn")
-        except Unfit as error:
+                raise RefusedRow("has no words from the assistant to learn")
+        except UnfitTemplate as error:
             raise UserError(f"data.path: {where} {error}") from None
-        except Refused as error:
+        except RefusedRow as error:
             told.bad += 1
             told.first = told.first or f"{where} {error}"
             _judge(chat, told, least=JUDGED)
@@ -577,11 +577,11 @@ def _judge(chat: Chat, told: RowReport, least: int) -> None:
 
 
 def _row_of(row: Any) -> Any:
-    """Parses a line of jsonl; returns a row of parquet unchanged. Raises Refused."""
+    """Parses a line of jsonl; returns a row of parquet unchanged. Raises RefusedRow."""
     if not isinstance(row, bytes):
         return row
     if len(row) > LONGEST:
-        raise Refused(f"has more than {LONGEST:,} bytes, which is too long for a conversation")
+        raise RefusedRow(f"has more than {LONGEST:,} bytes, which is too long for a conversation")
     return parse(row)
 
 

@@ -161,15 +161,15 @@ SWITCHES = ("prefix", "partial", "end_turn", "continue_final_message", "add_gene
 Message = Mapping[str, Any]
 
 
-class Refused(ValueError):
+class RefusedRow(ValueError):
     """Raised for messages that a template does not accept, or a row that is not a conversation."""
 
 
-class Unfit(Refused):
+class UnfitTemplate(RefusedRow):
     """Raised for a template or tokenizer that cannot be learned from; other rows do not help."""
 
 
-class Row(NamedTuple):
+class ChatRow(NamedTuple):
     """A row in the form that is passed to a template.
 
     Attributes:
@@ -200,19 +200,19 @@ class Row(NamedTuple):
 def parse(text: str | bytes) -> Any:
     """Parses JSON text.
 
-    Raises Refused if the text is not JSON, if an object has a key twice, or if lists and objects
+    Raises RefusedRow if the text is not JSON, if an object has a key twice, or if lists and objects
     are nested too deep.
     """
     try:
         content = json.loads(text, object_pairs_hook=_once)
-    except Refused:
+    except RefusedRow:
         raise
     except (ValueError, RecursionError):
-        raise Refused("is not JSON") from None
+        raise RefusedRow("is not JSON") from None
     try:
         check_depth(content)
     except ValueError as error:
-        raise Refused(f"is {error}") from None
+        raise RefusedRow(f"is {error}") from None
     return content
 
 
@@ -221,23 +221,23 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [key for key, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise Refused(f"has the key {show(plain(twice))} twice")
+        raise RefusedRow(f"has the key {show(plain(twice))} twice")
     return found
 
 
 def _spelled(value: Any, kind: type, what: str) -> Any:
     """Returns a value of type `kind`, which may be given as JSON text.
 
-    Raises Refused; the error calls the value `what`.
+    Raises RefusedRow; the error calls the value `what`.
     """
     if isinstance(value, str):
         try:
             value = parse(value)
-        except Refused as error:
-            raise Refused(f"has {what} as text that {error}") from None
+        except RefusedRow as error:
+            raise RefusedRow(f"has {what} as text that {error}") from None
     if not isinstance(value, kind):
         named = "an object" if kind is dict else "a list of objects"
-        raise Refused(f"has {what}, which must be {named} or its JSON text")
+        raise RefusedRow(f"has {what}, which must be {named} or its JSON text")
     return value
 
 
@@ -245,38 +245,38 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
     """Returns a list of objects, or None if `value` is null or blank text.
 
     `value` is a list, one object, or the JSON text of either; each object in a list may be JSON
-    text, too. Raises Refused; the error calls the value `what`.
+    text, too. Raises RefusedRow; the error calls the value `what`.
     """
     if isinstance(value, str):
         if not value.strip():
             return None
         try:
             value = parse(value)
-        except Refused as error:
-            raise Refused(f"has {what} as text that {error}") from None
+        except RefusedRow as error:
+            raise RefusedRow(f"has {what} as text that {error}") from None
     if value is None:
         return None
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list):
-        raise Refused(f"has {what}, which must be a list of objects or its JSON text")
+        raise RefusedRow(f"has {what}, which must be a list of objects or its JSON text")
     return [_spelled(item, dict, f"an item of {what}") for item in items]
 
 
 # Rows
 
 
-def read_row(row: Any) -> Row:
+def read_row(row: Any) -> ChatRow:
     """Returns a row in the form that is passed to a template.
 
-    Raises Refused with a message whose subject is the row, such as "is not an object".
+    Raises RefusedRow with a message whose subject is the row, such as "is not an object".
     """
     if not isinstance(row, dict):
-        raise Refused("is not an object")
+        raise RefusedRow("is not an object")
     listed = [name for name in LISTS if row.get(name) is not None]
     parts: list[Any] = [row.get(PROMPT), row.get(COMPLETION)]
     is_split = not listed and all(isinstance(part, list) for part in parts)
     if not listed and not is_split:
-        raise Refused(_without_messages(row))
+        raise RefusedRow(_without_messages(row))
     turns = parts[0] + parts[1] if is_split else row[listed[0]]
     tools = _tools(row)
     unread = set(listed[1:])
@@ -284,7 +284,7 @@ def read_row(row: Any) -> Row:
         turns = _spelled(turns, list, listed[0])
     if not isinstance(turns, list) or not all(isinstance(m, dict) for m in turns):
         named = f"{PROMPT} and {COMPLETION}" if is_split else listed[0]
-        raise Refused(f"has {named}, which must be a list of objects")
+        raise RefusedRow(f"has {named}, which must be a list of objects")
     split = {PROMPT, COMPLETION} if is_split else set()
     known = {*split, *LISTS, *SYSTEMS, TOOLS, FUNCTIONS, DOCUMENTS, KWARGS, *LEARNED}
     for key, value in row.items():
@@ -292,13 +292,13 @@ def read_row(row: Any) -> Row:
             continue
         _check_not_meant(key, known, REFUSED_OF_ROWS, "")
         if key == LABEL and isinstance(value, bool):
-            raise Refused(
+            raise RefusedRow(
                 f"has {LABEL}={show(value)}, but preferred and rejected rows are not distinguished"
             )
         unread.add(plain(key))
     for key in LEARNED:
         if _flag(row.get(key), key, "") is False:
-            raise Refused(f"has {key}={show(row[key])} for the whole row, so nothing is learned")
+            raise RefusedRow(f"has {key}={show(row[key])} for the whole row, so nothing is learned")
     optional: set[str] = set()
     messages, learned = [], []
     for number, turn in enumerate(turns, 1):
@@ -307,7 +307,7 @@ def read_row(row: Any) -> Row:
         learned.append(is_learned and not (is_split and number <= len(parts[0])))
     more = {} if row.get(KWARGS) in EMPTY else _spelled(row[KWARGS], dict, KWARGS)
     if taken := RESERVED & more.keys():
-        raise Refused(f"has {min(taken)} in {KWARGS}, where it cannot be given")
+        raise RefusedRow(f"has {min(taken)} in {KWARGS}, where it cannot be given")
     names = [f"message {number} of role {plain(m['role'])}" for number, m in enumerate(messages, 1)]
     first = _system(row, messages)
     if first is not None:
@@ -315,9 +315,9 @@ def read_row(row: Any) -> Row:
         learned.insert(0, True)
         names.insert(0, "a system text")
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise Refused(f"has no message of role {ASSISTANT} to learn from")
+        raise RefusedRow(f"has no message of role {ASSISTANT} to learn from")
     documents = _objects(row.get(DOCUMENTS), DOCUMENTS)
-    return Row(
+    return ChatRow(
         messages=messages,
         names=names,
         learned=learned,
@@ -374,12 +374,12 @@ def _is_empty(key: str, value: Any) -> bool:
 
 
 def _check_not_meant(key: str, known: Collection[str], refused: Mapping[str, str], of: str) -> None:
-    """Raises Refused for a key of `refused`, and for a known key in other letters (`Tools`)."""
+    """Raises RefusedRow for a key of `refused`, and for a known key in other letters (`Tools`)."""
     bare = {_bare(name): name for name in (*known, *refused)}
     meant = bare.get(_bare(key))
     if meant is not None:
         why = refused.get(meant) or f"use {meant} instead"
-        raise Refused(f"has {show(plain(key))}{of}, which is not read: {why}")
+        raise RefusedRow(f"has {show(plain(key))}{of}, which is not read: {why}")
 
 
 def _bare(key: str) -> str:
@@ -389,16 +389,16 @@ def _bare(key: str) -> str:
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     """Returns the tools of a row as objects with a name, or None if no tools are given.
 
-    Functions in OpenAI's format of 2023 become tools. Raises Refused.
+    Functions in OpenAI's format of 2023 become tools. Raises RefusedRow.
     """
     tools = _objects(row.get(TOOLS), TOOLS)
     functions = _objects(row.get(FUNCTIONS), FUNCTIONS)
     if tools and functions:
-        raise Refused(f"has {TOOLS} and {FUNCTIONS}: give one of them")
+        raise RefusedRow(f"has {TOOLS} and {FUNCTIONS}: give one of them")
     for key, some in ((TOOLS, tools), (FUNCTIONS, functions)):
         for number, tool in enumerate(some or (), 1):
             if not name_of(tool):
-                raise Refused(f"has no name in item {number} of {key}")
+                raise RefusedRow(f"has no name in item {number} of {key}")
     if functions:
         return [{"type": FUNCTION, FUNCTION: _with_schema(one)} for one in functions]
     return tools and [_with_schema(tool) for tool in tools]
@@ -407,7 +407,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool whose parameters are an object, parsed if they were given as JSON text.
 
-    Raises Refused.
+    Raises RefusedRow.
     """
     if FUNCTION in tool:
         return {**tool, FUNCTION: _with_schema(tool[FUNCTION])}
@@ -441,17 +441,17 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
     given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
     for key, text in given.items():
         if not isinstance(text, str):
-            raise Refused(f"has {key}, which must be text")
+            raise RefusedRow(f"has {key}, which must be text")
     if not given:
         return None
     key, text = next(iter(given.items()))
     if len(set(given.values())) > 1:
-        raise Refused(f"has {' and '.join(given)} with different texts")
+        raise RefusedRow(f"has {' and '.join(given)} with different texts")
     own = [message for message in messages if message["role"] in (SYSTEM, DEVELOPER)]
     if not own:
         return text
     if own[0].get("content") != text or own[0] is not messages[0]:
-        raise Refused(f"has {key} and a message of role {own[0]['role']}: give one of them")
+        raise RefusedRow(f"has {key} and a message of role {own[0]['role']}: give one of them")
     return None
 
 
@@ -462,29 +462,29 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     """Returns a turn as a message, and whether it is learned.
 
     Adds to `optional` the keys that have an effect only if the template reads them. Nulls count as
-    missing, as in transformers. Raises Refused.
+    missing, as in transformers. Raises RefusedRow.
     """
     given = {key: value for key, value in turn.items() if value is not None}
     of = f" in message {number}"
     if FROM in given or VALUE in given:
         if "role" in given or "content" in given:
-            raise Refused(f"has role or content together with {FROM} or {VALUE}{of}")
+            raise RefusedRow(f"has role or content together with {FROM} or {VALUE}{of}")
         given = {"role": _speaker(given, number), **given}
         given.pop(FROM)
         if VALUE in given:
             given["content"] = given.pop(VALUE)
     role = given.get("role")
     if not isinstance(role, str) or not role:
-        raise Refused(f"has message {number}, whose role must be a name such as {USER}")
+        raise RefusedRow(f"has message {number}, whose role must be a name such as {USER}")
     meant = OTHER_ROLES.get(role) or next((r for r in ROLES if _bare(r) == _bare(role)), role)
     if meant != role:
-        raise Refused(f"has the role {show(plain(role))}{of}: write {meant} instead")
+        raise RefusedRow(f"has the role {show(plain(role))}{of}: write {meant} instead")
     flags = {key: _flag(given.pop(key, None), key, of) for key in LEARNED}
     told = {flag for flag in flags.values() if flag is not None}
     if len(told) > 1:
-        raise Refused(f"says both to learn and not to learn message {number}")
+        raise RefusedRow(f"says both to learn and not to learn message {number}")
     if True in told and role != ASSISTANT:
-        raise Refused(
+        raise RefusedRow(
             f"asks to learn message {number} of role {plain(role)}: only messages of role "
             f"{ASSISTANT} are learned"
         )
@@ -506,30 +506,30 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
 
 
 def _speaker(given: Mapping[str, Any], number: int) -> str:
-    """Returns the role of a turn in ShareGPT's layout. Raises Refused."""
+    """Returns the role of a turn in ShareGPT's layout. Raises RefusedRow."""
     who = given.get(FROM)
     if isinstance(who, str) and who in SPEAKERS:
         return SPEAKERS[who]
     if isinstance(who, str) and who in OTHER_ROLES:
-        raise Refused(
+        raise RefusedRow(
             f"has a turn from {who} as message {number}: write {MESSAGES} with role and content, "
             f"and give this one the role {OTHER_ROLES[who]}"
         )
     close = nearest(who, SPEAKERS) if isinstance(who, str) else None
     hint = f"; the nearest is {close}" if close else ""
-    raise Refused(
+    raise RefusedRow(
         f"has {FROM}={show(who)} in message {number}: it must be one of {', '.join(SPEAKERS)}{hint}"
     )
 
 
 def _flag(value: Any, key: str, of: str) -> bool | None:
-    """Returns whether a flag is set, or None if it is missing. Raises Refused if it is invalid."""
+    """Returns whether a flag is set, or None if it is missing. Raises RefusedRow if invalid."""
     if value is None:
         return None
     for flag, learned in FLAGS:
         if type(value) in (bool, int, float) and value == flag:
             return learned
-    raise Refused(f"has {key}={_short(value)}{of}: it must be 0, 1, true or false")
+    raise RefusedRow(f"has {key}={_short(value)}{of}: it must be 0, 1, true or false")
 
 
 def _short(value: Any) -> str:
@@ -538,7 +538,7 @@ def _short(value: Any) -> str:
 
 
 def _put_thoughts(given: dict[str, Any], number: int) -> None:
-    """Writes thoughts under the keys that templates read, as in transformers. Raises Refused."""
+    """Writes thoughts under the keys that templates read, as in transformers. Raises RefusedRow."""
     details = given.pop(DETAILS, None)
     if details not in EMPTY:
         parts = _objects(details, DETAILS) or []
@@ -546,7 +546,7 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
         words = [text for text in texts if isinstance(text, str)]
         if not any(given.get(name) for name in THOUGHTS):
             if len(words) < len(parts):
-                raise Refused(
+                raise RefusedRow(
                     f"has {DETAILS} in message {number} that are not only text: write the "
                     f"thoughts as {THOUGHTS[0]}, or remove them"
                 )
@@ -554,9 +554,9 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
     found = {name: given[name] for name in THOUGHTS if name in given}
     for name, text in found.items():
         if not isinstance(text, str):
-            raise Refused(f"has message {number}, whose {name} must be text")
+            raise RefusedRow(f"has message {number}, whose {name} must be text")
     if len(set(found.values())) > 1:
-        raise Refused(f"has different thoughts as {' and '.join(found)} in message {number}")
+        raise RefusedRow(f"has different thoughts as {' and '.join(found)} in message {number}")
     if found:
         thought = next(iter(found.values()))
         given |= {"thinking": thought, "reasoning_content": thought}
@@ -565,7 +565,7 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
 def _content(given: Mapping[str, Any], number: int) -> Any:
     """Returns a message's content (text or a list of parts), or None if it has only calls.
 
-    Raises Refused.
+    Raises RefusedRow.
     """
     content, role = given.get("content"), given["role"]
     if isinstance(content, str):
@@ -574,9 +574,9 @@ def _content(given: Mapping[str, Any], number: int) -> Any:
         if role == ASSISTANT and (given.get(CALLS) or given.get(CALL_OF_2023)):
             return None
         lacks = f"neither content nor {CALLS}" if role == ASSISTANT else "no content"
-        raise Refused(f"has {lacks} in message {number} of role {plain(role)}")
+        raise RefusedRow(f"has {lacks} in message {number} of role {plain(role)}")
     if not isinstance(content, list):
-        raise Refused(
+        raise RefusedRow(
             f"has message {number} of role {plain(role)}, whose content must be text or a list of "
             "parts"
         )
@@ -584,36 +584,36 @@ def _content(given: Mapping[str, Any], number: int) -> Any:
 
 
 def _part(part: Any, number: int) -> dict[str, Any]:
-    """Returns a part of a message's content, which must be text. Raises Refused."""
+    """Returns a part of a message's content, which must be text. Raises RefusedRow."""
     if not isinstance(part, dict):
-        raise Refused(f"has a part of message {number} that is not an object with type and text")
+        raise RefusedRow(f"has a part of message {number} that is not an object with type and text")
     part = {key: value for key, value in part.items() if value is not None}
     kind, text = part.get("type"), part.get("text")
     if kind != "text":
-        raise Refused(
+        raise RefusedRow(
             f"has a part of type {_short(kind)} in message {number}: only parts of type text can "
             "be learned"
         )
     if not isinstance(text, str):
-        raise Refused(f"has a part of message {number} without text")
+        raise RefusedRow(f"has a part of message {number} without text")
     known = ("type", "text", "cache_control", "annotations")
     if more := [key for key, each in part.items() if key not in known and each not in EMPTY]:
-        raise Refused(f"has the key {plain(more[0])} in a part of message {number}: remove it")
+        raise RefusedRow(f"has the key {plain(more[0])} in a part of message {number}: remove it")
     return {"type": "text", "text": text}
 
 
 def _put_calls(given: dict[str, Any], role: str, number: int) -> None:
-    """Rewrites the calls of a message, which may be JSON text, as objects. Raises Refused."""
+    """Rewrites the calls of a message, which may be JSON text, as objects. Raises RefusedRow."""
     for key in (CALLS, CALL_OF_2023):
         if key in given and given[key] in EMPTY:
             del given[key]
     if CALLS in given and CALL_OF_2023 in given:
-        raise Refused(f"has {CALLS} and {CALL_OF_2023} in message {number}: give one of them")
+        raise RefusedRow(f"has {CALLS} and {CALL_OF_2023} in message {number}: give one of them")
     key = CALLS if CALLS in given else CALL_OF_2023
     if key not in given:
         return
     if role != ASSISTANT:
-        raise Refused(
+        raise RefusedRow(
             f"has {key} in message {number} of role {plain(role)}, but only messages of role "
             f"{ASSISTANT} call tools"
         )
@@ -621,19 +621,19 @@ def _put_calls(given: dict[str, Any], role: str, number: int) -> None:
     calls = [_call(call, what) for call in _objects(given[key], what) or ()]
     if not calls or (key == CALL_OF_2023 and len(calls) > 1):
         needed = "one call" if key == CALL_OF_2023 else "at least one call"
-        raise Refused(f"has {what}, which must hold {needed}")
+        raise RefusedRow(f"has {what}, which must hold {needed}")
     given[key] = calls if key == CALLS else calls[0]
 
 
 def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Returns a call, which must have a name and arguments. Raises Refused."""
+    """Returns a call, which must have a name and arguments. Raises RefusedRow."""
     call = {key: value for key, value in call.items() if value is not None}
     if call.get("type", FUNCTION) != FUNCTION:
-        raise Refused(
+        raise RefusedRow(
             f"has a call of type {_short(call['type'])} in {what}: its type must be {FUNCTION}"
         )
     if not name_of(call):
-        raise Refused(f"has a call without a name in {what}")
+        raise RefusedRow(f"has a call without a name in {what}")
     if FUNCTION not in call:
         return call | {"arguments": _arguments(call, f"arguments in {what}")}
     function = call[FUNCTION]
@@ -641,17 +641,17 @@ def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any], what: str) -> Any:
-    """Returns the arguments of a call, which are an object or its JSON text. Raises Refused."""
+    """Returns the arguments of a call, which are an object or its JSON text. Raises RefusedRow."""
     given = function.get("arguments")
     if given is None:
-        raise Refused(f"has no {what}: write {{}} for a call without arguments")
+        raise RefusedRow(f"has no {what}: write {{}} for a call without arguments")
     if given == "":
         return {}
     if any(
         number != number or abs(number) == float("inf")
         for number in _floats(_spelled(given, dict, what))
     ):
-        raise Refused(f"has {what} with NaN or Infinity, which are not JSON")
+        raise RefusedRow(f"has {what} with NaN or Infinity, which are not JSON")
     return given
 
 
@@ -731,12 +731,12 @@ def _rows(number: int) -> str:
 Has = Callable[[str], bool]
 
 
-def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
+def unread_of(row: ChatRow, reads: Has, takes: Has) -> frozenset[str]:
     """Returns the keys of a row that nothing reads.
 
     `reads` returns whether the template reads a key, and `takes` whether it reads a variable.
-    Raises Refused for a key that would change the shown text, and for results of calls in the wrong
-    order.
+    Raises RefusedRow for a key that would change the shown text, and for results of calls in the
+    wrong order.
     """
     found = row.unread | {f"{plain(key)} of {KWARGS}" for key in row.more if not takes(key)}
     for key in row.optional:
@@ -745,19 +745,19 @@ def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
         pairs = zip(row.names, row.messages, strict=True)
         name = next(name for name, message in pairs if key in message)
         if key in REFUSED_OF_MESSAGES:
-            raise Refused(
+            raise RefusedRow(
                 f"has {name} with the key {key}, which is not read: {REFUSED_OF_MESSAGES[key]}"
             )
         found |= {f"{plain(key)} of messages"}
     if row.documents and not takes(DOCUMENTS):
-        raise Refused(f"has {DOCUMENTS}, which the chat template does not show: remove them")
+        raise RefusedRow(f"has {DOCUMENTS}, which the chat template does not show: remove them")
     if not reads(CALL_ID):
         _check_order(row)
     return found
 
 
-def _check_order(row: Row) -> None:
-    """Raises Refused for results of calls that are not in the order of the calls.
+def _check_order(row: ChatRow) -> None:
+    """Raises RefusedRow for results of calls that are not in the order of the calls.
 
     A template that shows no ids would attribute such a result to another call.
     """
@@ -769,7 +769,7 @@ def _check_order(row: Row) -> None:
         elif message.get(CALL_ID) is not None and message[CALL_ID] in calls:
             at = calls.index(message[CALL_ID])
             if at < last:
-                raise Refused(
+                raise RefusedRow(
                     f"has {name} in the wrong order: its chat template does not show the ids of "
                     "calls, so put the results in the order of the calls"
                 )

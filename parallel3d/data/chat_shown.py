@@ -14,9 +14,9 @@ from parallel3d.data.chat_rows import (
     DEVELOPER,
     FUNCTION,
     THOUGHTS,
+    ChatRow,
     Message,
-    Refused,
-    Row,
+    RefusedRow,
     name_of,
 )
 from parallel3d.data.chat_template import Template
@@ -41,7 +41,7 @@ class Rendering(NamedTuple):
     more: Mapping[str, Any]
 
     def text(self, **options: Any) -> str:
-        """Returns the rendered text; `options` are those of `Template.render`. Raises Refused."""
+        """Renders the text; `options` are those of `Template.render`. Raises RefusedRow."""
         others = {"tools": self.tools, "documents": self.documents, "more": self.more}
         return self.template.render(self.messages, **others, **options)
 
@@ -139,10 +139,12 @@ def _with(text: str, anchor: str, inside: bool) -> str:
     return f"{text[:at]}{anchor}{text[at:]}"
 
 
-class Shown:
+class MessageFinder:
     """Finds a row's messages in the text that its chat template makes."""
 
-    def __init__(self, rendering: Rendering, whole: str, marks: tuple[str, ...], row: Row) -> None:
+    def __init__(
+        self, rendering: Rendering, whole: str, marks: tuple[str, ...], row: ChatRow
+    ) -> None:
         self.rendering = rendering
         self.whole = whole
         self.marks = marks
@@ -154,7 +156,7 @@ class Shown:
                 anchors = Anchors(marks[4], marks[5], inside, names)
                 try:
                     text, places = anchors.split(anchors.put(rendering).text())
-                except Refused:
+                except RefusedRow:
                     continue
                 if text == whole:
                     self._anchors = anchors
@@ -170,18 +172,18 @@ class Shown:
         return all(learned for message, learned in pairs if message["role"] == ASSISTANT)
 
     def check(self) -> None:
-        """Raises Refused for a message, a call or a tool that the template does not show."""
+        """Raises RefusedRow for a message, a call or a tool that the template does not show."""
         for number, message in enumerate(self.rendering.messages):
             if _words(message) and not self._is_there(("message", number, 0), _words(message)):
                 role = message["role"]
                 other = OTHER_ROLES.get(role)
                 advice = f": call its role {other}" if other else ""
-                raise Refused(
+                raise RefusedRow(
                     f"has {self.row.names[number]}, which its chat template does not show{advice}"
                 )
             for at, call in enumerate(_calls(message)):
                 if not self._is_there(("call", number, at), name_of(call)):
-                    raise Refused(
+                    raise RefusedRow(
                         f"has a call of {plain(name_of(call))} in {self.row.names[number]}, which "
                         "its chat template does not show"
                     )
@@ -190,13 +192,13 @@ class Shown:
             if message["role"] == ASSISTANT and self.row.learned[number] and not says:
                 raise self.silent(number)
             if thoughts and not self.rendering.template.shows_thoughts:
-                raise Refused(
+                raise RefusedRow(
                     f"has thoughts in {self.row.names[number]}, but its chat template shows no "
                     "reasoning_content: write them into content, or remove them"
                 )
         for number, tool in enumerate(self.rendering.tools or ()):
             if not self._is_there(("tool", number, 0), name_of(tool)):
-                raise Refused(
+                raise RefusedRow(
                     f"has the tool {plain(name_of(tool))}, which its chat template does not show"
                 )
 
@@ -244,7 +246,7 @@ class Shown:
     def begin(self, number: int) -> int:
         """Returns where message `number` of the assistant begins, after the generation prompt.
 
-        Raises Refused if the place cannot be found.
+        Raises RefusedRow if the place cannot be found.
         """
         before = self.rendering.before(number)
         prompted = before.text(prompt=True)
@@ -295,7 +297,7 @@ class Shown:
         return None
 
     def words_end(self, number: int, begin: int) -> int:
-        """Returns where the words of message `number` end. Raises Refused if that is unknown."""
+        """Returns where the words of message `number` end. Raises RefusedRow if that is unknown."""
         words, place = _words(self.rendering.messages[number]), self._place(number, self._places)
         if _calls(self.rendering.messages[number]):
             raise self.unknown(number)
@@ -303,19 +305,19 @@ class Shown:
             return place
         at = self.whole.find(words, begin) if words else -1
         if at < 0:
-            raise Refused(
+            raise RefusedRow(
                 f"has {self.row.names[number]}, whose end cannot be found in the "
                 f"output of its chat template: {REMEDY}"
             )
         return at + len(words)
 
-    def silent(self, number: int) -> Refused:
+    def silent(self, number: int) -> RefusedRow:
         """Returns the error for a turn without words, because only its end would be learned."""
-        return Refused(f"has nothing to learn in {self.row.names[number]} except its end")
+        return RefusedRow(f"has nothing to learn in {self.row.names[number]} except its end")
 
-    def unknown(self, number: int) -> Refused:
+    def unknown(self, number: int) -> RefusedRow:
         """Returns the error for a turn that cannot be found in the text."""
-        return Refused(
+        return RefusedRow(
             f"has a template that changes the text before {self.row.names[number]} when more "
             f"messages follow, so the assistant's words cannot be found: {REMEDY}"
         )

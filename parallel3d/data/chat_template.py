@@ -21,7 +21,7 @@ from parallel3d.data.chat_rows import (
     THOUGHTS,
     USER,
     Message,
-    Refused,
+    RefusedRow,
     as_of_today,
 )
 from parallel3d.data.tokenizer import (
@@ -94,10 +94,10 @@ class ChatTemplate:
         return self.texts.get(DEFAULT, self.texts.get(WITH_TOOLS, ""))
 
     def of(self, tools: Any) -> Template:
-        """Returns the template for rows with `tools`; None stands for no tools. Raises Refused."""
+        """Returns the template for rows with `tools`; None: no tools. Raises RefusedRow."""
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._by_name else DEFAULT
         if name not in self._by_name:
-            raise Refused(f"has no tools, but {self.named} is only for rows with tools")
+            raise RefusedRow(f"has no tools, but {self.named} is only for rows with tools")
         return self._by_name[name]
 
 
@@ -140,7 +140,7 @@ class Template:
         prompt: bool = False,
         around: tuple[str, str] = ("", ""),
     ) -> str:
-        """Returns the messages as text. Raises Refused if the template fails.
+        """Returns the messages as text. Raises RefusedRow if the template fails.
 
         Args:
             more: further variables for the template, which override those of special tokens.
@@ -162,7 +162,7 @@ class Template:
             if isinstance(error, MemoryError):
                 raise
             why = plain(" ".join(str(error).split()) or type(error).__name__)
-            raise Refused(f"is refused by its chat template ({why})") from None
+            raise RefusedRow(f"is refused by its chat template ({why})") from None
 
     def reads(self, key: str) -> bool:
         """Returns whether the template's code mentions a key of messages or other objects."""
@@ -238,7 +238,7 @@ class Template:
     def _tried(self, messages: Sequence[Message], tools: Any) -> str | None:
         try:
             return self.render(messages, tools=tools)
-        except Refused:
+        except RefusedRow:
             return None
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
@@ -321,7 +321,7 @@ class Template:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise Refused(message)
+    raise RefusedRow(message)
 
 
 def _to_json(

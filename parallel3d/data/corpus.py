@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
-from parallel3d.data.blend import Blended, StagedShares, WeightPeriod, whole_weights
+from parallel3d.data.blend import BlendedSamples, StagedShares, WeightPeriod, whole_weights
 from parallel3d.data.boundary_tokens import BoundaryTokens, look_at_pair, look_at_turns
 from parallel3d.data.chat import (
     DTYPE,
@@ -43,7 +43,7 @@ from parallel3d.data.packing import (
     PLAN_VERSION,
     PackingPlan,
     PackSampler,
-    Pieces,
+    StreamPieces,
     best_fit,
     kept_plan,
     one_each,
@@ -316,7 +316,7 @@ class Blend:
                 for one in self.corpora
             ]
 
-        train = Blended(part(False), self.stages, names)
+        train = BlendedSamples(part(False), self.stages, names)
         if not self.valid_tokens:
             return Sources(train, None, {})
         valid, first = part(True), self.stages[0].weights
@@ -325,7 +325,7 @@ class Blend:
         ]
         shown = heaviest[: data.held_out_sets]
         held_out = {names[k]: valid[k] for k in shown}
-        return Sources(train, Blended(valid, self.stages[:1], names), held_out)
+        return Sources(train, BlendedSamples(valid, self.stages[:1], names), held_out)
 
 
 def history_until(history: str, samples: int) -> list[str]:
@@ -846,7 +846,7 @@ def _plan_key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -
     return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
 
-def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> Pieces:
+def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> StreamPieces:
     """Returns the pieces of a part that are to be packed. Raises UserError."""
     part, name = corpus.part(held_out), "held-out" if held_out else "training"
     pieces = pieces_of(corpus.begins(held_out), len(part), capacity)

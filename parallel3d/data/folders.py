@@ -79,7 +79,7 @@ def split_of(below: str) -> str:
     return ""
 
 
-class Sorted(NamedTuple):
+class SortedFiles(NamedTuple):
     """The files of a folder, sorted into those that are read and those that are left out.
 
     Attributes:
@@ -101,7 +101,7 @@ def sort_out(
     pattern: str = "",
     web: bool = False,
     held_out: bool = False,
-) -> Sorted:
+) -> SortedFiles:
     """Sorts the files of a folder or glob.
 
     Raises UnsupportedFile for a cache of the Hugging Face hub and, unless most files are code, for
@@ -140,7 +140,7 @@ def sort_out(
             check_kind(form, rules)
         except UnsupportedFile as error:
             raise _in_folder(name, error) from None
-    return Sorted(taken, splits, left_out)
+    return SortedFiles(taken, splits, left_out)
 
 
 def _by_name(
@@ -339,7 +339,7 @@ def label_of(form: Form, split: str) -> str:
     return f"{form}, {split}" if split else str(form)
 
 
-def listing(found: Sorted) -> list[str]:
+def listing(found: SortedFiles) -> list[str]:
     """Returns a phrase for each format and split of the files that are read.
 
     A phrase states the number of files, the endings of text files, and the folders if there are

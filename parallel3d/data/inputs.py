@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data.folders import (
-    Sorted,
+    SortedFiles,
     check_twins,
     label_of,
     left_out_lines,
@@ -44,9 +44,9 @@ from parallel3d.data.formats import (
     said_of_returns,
     text_of,
 )
-from parallel3d.data.tokenizer import Tokenizer, Unencodable, nearest_path
+from parallel3d.data.tokenizer import Tokenizer, UnencodableText, nearest_path
 from parallel3d.data.tokens import version_of
-from parallel3d.data.unpacking import Unpacked
+from parallel3d.data.unpacking import UnpackedStream
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.private_names import path_in
@@ -86,7 +86,7 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             if head:
                 check_packing(source.name, source.form, head, source.rules, typed=source.typed)
             if source.packed:
-                content = io.BufferedReader(Unpacked(stored, source.packed), BUFFER)
+                content = io.BufferedReader(UnpackedStream(stored, source.packed), BUFFER)
                 head = content.peek(HEAD)[:HEAD]
             if head:
                 check_content(
@@ -128,7 +128,7 @@ AT_ONCE = 256 << 10
 ROWS = 256  # number of rows of a parquet file in memory at a time
 
 
-class Found(NamedTuple):
+class FoundText(NamedTuple):
     """The text of a document, and where it was found."""
 
     where: str
@@ -136,25 +136,25 @@ class Found(NamedTuple):
 
 
 def encoded(
-    tokenizer: Tokenizer, documents: Iterable[Found]
-) -> Iterator[tuple[Found, npt.NDArray[np.integer] | Unencodable]]:
+    tokenizer: Tokenizer, documents: Iterable[FoundText]
+) -> Iterator[tuple[FoundText, npt.NDArray[np.integer] | UnencodableText]]:
     """Yields each document with its tokens, or with the tokenizer's error."""
     for some in _batches(documents):
         try:
             yield from zip(some, tokenizer.encode_all([each.text for each in some]), strict=True)
-        except Unencodable:
+        except UnencodableText:
             yield from ((each, _or_error(tokenizer, each.text)) for each in some)
 
 
-def _or_error(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.integer] | Unencodable:
+def _or_error(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.integer] | UnencodableText:
     try:
         return tokenizer.encode_all([text])[0]
-    except Unencodable as error:
+    except UnencodableText as error:
         return error
 
 
-def _batches(documents: Iterable[Found]) -> Iterator[list[Found]]:
-    batch: list[Found] = []
+def _batches(documents: Iterable[FoundText]) -> Iterator[list[FoundText]]:
+    batch: list[FoundText] = []
     held = 0
     for each in documents:
         batch.append(each)
@@ -232,7 +232,7 @@ def left_out(count: Count) -> list[str]:
     return sentences
 
 
-def documents(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+def documents(shard: Shard, text_key: str, count: Count) -> Iterator[FoundText]:
     """Yields the non-empty documents of a shard in order; counts skipped rows.
 
     Raises UserError for a file that cannot be read, or a document that is too large.
@@ -248,10 +248,10 @@ def documents(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             count.broken += 1
             count.size += len(text.encode())
-        yield Found(where, text)
+        yield FoundText(where, text)
 
 
-def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[FoundText]:
     names = {json.dumps(text_key, ensure_ascii=is_ascii).encode() for is_ascii in (True, False)}
     for number, line in enumerate(shard.content.split(b"\n"), shard.at):
         if not line or line.isspace():
@@ -277,7 +277,7 @@ def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
         if why:
             count.leave_out(where, why, line)
         else:
-            yield Found(where, row[text_key])
+            yield FoundText(where, row[text_key])
 
 
 def _is_twice(line: bytes, key: str) -> bool:
@@ -286,7 +286,7 @@ def _is_twice(line: bytes, key: str) -> bool:
     return [name for name, _ in pairs].count(key) > 1
 
 
-def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[FoundText]:
     (source,), group = shard.sources, shard.at
     with _parquet(source) as file:
         names = file.schema_arrow.names
@@ -314,12 +314,12 @@ def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
             except UnicodeDecodeError:
                 why = "is not UTF-8"
             if isinstance(text, str):
-                yield Found(where, text)
+                yield FoundText(where, text)
             else:
                 count.leave_out(where, why or f"has no text at {show(text_key)}")
 
 
-def _of_files(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+def _of_files(shard: Shard, text_key: str, count: Count) -> Iterator[FoundText]:
     for source in shard.sources:
         count.rows += 1
         with of_input(source.shown, source.key), opened(source) as (content, _):
@@ -332,7 +332,7 @@ def _of_files(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
             count.leave_out(source.name, str(error))
             continue
         count.broken += broken > 0
-        yield Found(source.shown, text)
+        yield FoundText(source.shown, text)
 
 
 def _too_large(source: Input, has: str) -> UserError:
@@ -443,7 +443,7 @@ def _skip(content: BinaryIO, count: int) -> None:
         count -= skipped
 
 
-class Row(NamedTuple):
+class NumberedRow(NamedTuple):
     """A row and its number, which is the line number in jsonl.
 
     `value` is the bytes of the line in jsonl, and a dict in parquet.
@@ -453,7 +453,7 @@ class Row(NamedTuple):
     value: Any
 
 
-def rows(source: Input, longest: int) -> Iterator[Row]:
+def rows(source: Input, longest: int) -> Iterator[NumberedRow]:
     """Yields the rows of a file of jsonl, without blank lines, or of parquet.
 
     A line of more than `longest` bytes is cut to `longest` + 1 bytes. Raises UserError for a
@@ -464,14 +464,14 @@ def rows(source: Input, longest: int) -> Iterator[Row]:
             _check_flat(source, file.schema_arrow)
             batches = (batch.to_pylist() for batch in file.iter_batches(ROWS))
             for number, value in enumerate(itertools.chain.from_iterable(batches), 1):
-                yield Row(number, without_nulls(value))
+                yield NumberedRow(number, without_nulls(value))
         return
     with of_input(source.shown, source.key), opened(source) as (content, _):
         number = 0
         while line := content.readline(longest + 1):
             number += 1
             if line.strip():
-                yield Row(number, line)
+                yield NumberedRow(number, line)
             while len(line) > longest and not line.endswith(b"\n"):
                 line = content.readline(longest + 1)
 
@@ -580,7 +580,7 @@ class Input:
         return self.address.removeprefix(LOCAL)
 
 
-class Taken(NamedTuple):
+class InputFiles(NamedTuple):
     """Files to read, each once, and sentences on how the files of folders and globs are read."""
 
     inputs: list[Input]
@@ -597,7 +597,7 @@ def find_inputs(given: str, kind: str | None = None, text_key: str = "text") -> 
     return take_inputs(given, kind, text_key).inputs
 
 
-def take_inputs(given: str, kind: str | None = None, text_key: str = "text") -> Taken:
+def take_inputs(given: str, kind: str | None = None, text_key: str = "text") -> InputFiles:
     """Returns the files of `find_inputs`, and sentences on how folders and globs are read."""
     items = items_of(given, f"input={show(given)}", HOW)
     found: dict[str, Input] = {}
@@ -617,7 +617,7 @@ def take_inputs(given: str, kind: str | None = None, text_key: str = "text") -> 
         check_twins(each.address for each in found.values())
     except UnsupportedFile as error:
         raise UserError(f"input={show(given)} {error}") from None
-    return Taken(list(found.values()), lines)
+    return InputFiles(list(found.values()), lines)
 
 
 @contextlib.contextmanager
@@ -698,7 +698,7 @@ def _inputs_of(item: str, kind: str | None, text_key: str) -> tuple[list[Input],
         return taken, lines
 
 
-def said(named: str, found: Sorted) -> list[str]:
+def said(named: str, found: SortedFiles) -> list[str]:
     """Returns sentences on how the files of a folder or glob are read."""
     taken = listing(found)
     lines = [f"{named}: {'; '.join(taken)}"] if taken else []

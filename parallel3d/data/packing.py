@@ -189,7 +189,7 @@ PLAN_VERSION = 2
 Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, capacity → packs
 
 
-class Pieces(NamedTuple):
+class StreamPieces(NamedTuple):
     """The starts and lengths, in tokens, of pieces of a stream, each of which fits into a pack."""
 
     starts: npt.NDArray[np.int64]
@@ -222,7 +222,7 @@ class PackingPlan:
         return self._starts[first:last].tolist(), self._lengths[first:last].tolist()
 
 
-def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Pieces:
+def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> StreamPieces:
     """Cuts the documents of a stream into pieces of at most `capacity` tokens.
 
     Each further piece of a document starts with the last token of the previous piece, so every
@@ -240,13 +240,13 @@ def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Piec
     starts = np.repeat(begins, count) + place * step
     sizes = np.minimum(capacity, np.repeat(lengths, count) - place * step)
     kept = sizes > 1
-    return Pieces(starts[kept], sizes[kept], int((lengths > capacity).sum()))
+    return StreamPieces(starts[kept], sizes[kept], int((lengths > capacity).sum()))
 
 
 def kept_plan(
     folder: Path,
     key: str,
-    make: Callable[[], Pieces],
+    make: Callable[[], StreamPieces],
     capacity: int,
     fit: Fit = best_fit,
 ) -> PackingPlan:

@@ -50,7 +50,7 @@ from parallel3d.data.tokenizer import (
     TOKENIZER,
     ByteTokenizer,
     Tokenizer,
-    Unencodable,
+    UnencodableText,
     byte_level,
     open_tokenizer,
     with_end,
@@ -152,7 +152,7 @@ class Journal:
         finally:
             self._writer.leave()
 
-    def add(self, made: Made, shard: Shard) -> None:
+    def add(self, made: ShardTokens, shard: Shard) -> None:
         """Adds the documents of a shard, and flushes if it is time to. Raises OSError."""
         self._writer.add_many(made.tokens, made.lengths)
         self.done.count.add(made.rows)
@@ -265,8 +265,8 @@ LOST = (
 
 
 def in_order(
-    shards: Iterator[Shard], work: Callable[[Shard], Made], workers: int
-) -> Generator[tuple[Shard, Made], None, None]:
+    shards: Iterator[Shard], work: Callable[[Shard], ShardTokens], workers: int
+) -> Generator[tuple[Shard, ShardTokens], None, None]:
     """Yields each shard with its result, in order.
 
     `workers` processes compute the results, or this process if `workers` is 0. Processes are
@@ -278,7 +278,7 @@ def in_order(
         return
     others = active_children()
     pool = ProcessPoolExecutor(workers, get_context("spawn"), begin_worker, (os.getpid(),))
-    pending: deque[tuple[Shard, Future[Made]]] = deque()
+    pending: deque[tuple[Shard, Future[ShardTokens]]] = deque()
     try:
         for each in shards:
             # The task holds the content, so only the place of the shard is kept here.
@@ -393,7 +393,7 @@ class PreprocessJob:
     add_bos: bool = True
 
 
-class Made(NamedTuple):
+class ShardTokens(NamedTuple):
     """The documents of a shard: concatenated tokens, lengths, and counts of rows."""
 
     tokens: npt.NDArray[np.integer]
@@ -412,7 +412,7 @@ def _tokenizer_of(name: str, digest: str) -> Tokenizer:
     return tokenizer
 
 
-def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) -> Made:
+def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) -> ShardTokens:
     """Returns the tokens of a shard's documents, with an end-of-text token after each."""
     tokenizer = _tokenizer_of(name, digest)
     dtype, count = token_type(tokenizer.vocab_size), Count()
@@ -420,14 +420,14 @@ def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) 
     begin = np.array(tokenizer.bos if add_bos else [], dtype)
     lengths = []
     for document, tokens in encoded(tokenizer, documents(shard, text_key, count)):
-        if isinstance(tokens, Unencodable):
+        if isinstance(tokens, UnencodableText):
             count.size -= len(document.text.encode())
             why = f"cannot be encoded by tokenizer={name} ({tokens.why})"
             count.leave_out(document.where, why, document.text)
         else:
             parts += [begin, tokens.astype(dtype, copy=False), end]
             lengths.append(begin.size + tokens.size + 1)
-    return Made(np.concatenate(parts), np.array(lengths, np.int32), count)
+    return ShardTokens(np.concatenate(parts), np.array(lengths, np.int32), count)
 
 
 def tokenize(

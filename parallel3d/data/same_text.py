@@ -8,7 +8,7 @@ from typing import TypedDict
 from parallel3d.data.corpus import Blend, history_until
 from parallel3d.data.sampler import TrainingText
 from parallel3d.data.tokenizer import BYTE
-from parallel3d.data.tokens import Compared, compare, marks_of
+from parallel3d.data.tokens import TextComparison, compare, marks_of
 from parallel3d.files import plain
 
 
@@ -44,7 +44,7 @@ def compare_text(
     seq_length: int,
     samples: int | None,
     changed: Sequence[str],
-) -> Compared:
+) -> TextComparison:
     """Compares the text that a checkpoint records with the text of a run that resumes from it.
 
     The result has the reason if the run cannot resume with this text; otherwise it may have a note
@@ -60,9 +60,9 @@ def compare_text(
         changed: the keys of data that have other values now, as they were, such as data.path=x.
     """
     if there and (refusal := _refusal(there, facts_of(corpus), run, seq_length, samples, changed)):
-        return Compared(refusal)
+        return TextComparison(refusal)
     if samples is None:
-        return Compared()
+        return TextComparison()
     return compare(corpus.watched, there.get("files", ""))
 
 

@@ -48,7 +48,7 @@ from parallel3d.data.inputs import (
     LARGEST_DOCUMENT,
     LOCAL,
     Count,
-    Found,
+    FoundText,
     Input,
     cut,
     encoded,
@@ -58,7 +58,7 @@ from parallel3d.data.inputs import (
     left_out,
     said,
 )
-from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, Unencodable, nearest_path
+from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, UnencodableText, nearest_path
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError
 
@@ -111,7 +111,7 @@ def origin(data: DataConfig) -> str:
     return "data=stdlib" if data.name == "stdlib" else f"data.path={data.path}"
 
 
-class Documents(NamedTuple):
+class OrderedDocuments(NamedTuple):
     """Documents in packing order, and lines on how the files of folders and globs are read."""
 
     documents: list[Document]
@@ -127,7 +127,7 @@ def find_documents(data: DataConfig) -> list[Document]:
     return take_documents(data).documents
 
 
-def take_documents(data: DataConfig) -> Documents:
+def take_documents(data: DataConfig) -> OrderedDocuments:
     """Returns the documents of the source, and lines on how folders and globs are read."""
     lines: list[str] = []
     if data.name == "stdlib":
@@ -136,7 +136,7 @@ def take_documents(data: DataConfig) -> Documents:
         assert data.path is not None, "check_config refuses data=text without data.path"
         found, lines = _text_documents(data.path, door_of(data), data.held_out == 1.0)
     ordered = sorted(found, key=lambda d: hashlib.blake2b(os.fsencode(d.name)).digest())
-    return Documents(ordered, lines)
+    return OrderedDocuments(ordered, lines)
 
 
 def door_of(data: DataConfig) -> InputRules:
@@ -387,7 +387,7 @@ def cached_text(
             _add_bytes(writer, documents, tokenizer, count)
         else:
             for found, tokens in encoded(tokenizer, _texts(documents, count)):
-                if isinstance(tokens, Unencodable):
+                if isinstance(tokens, UnencodableText):
                     raise UserError(
                         f"data file {found.where} cannot be encoded by data.tokenizer="
                         f"{tokenizer.name} ({tokens.why}): remove or fix it, or give another "
@@ -461,7 +461,7 @@ def _add_bytes(
         _log.info(f"data.path: files with invalid UTF-8, which is kept as it is: {broken:,}")
 
 
-def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
+def _texts(documents: Iterable[Document], count: Count) -> Iterator[FoundText]:
     """Yields the texts of documents or of their rows; counts texts left out. Raises UserError."""
     for document in documents:
         if document.kind == TEXT and not document.packed:
@@ -472,7 +472,7 @@ def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
                 count.leave_out(document.path, str(error))
                 continue
             count.broken += broken > 0
-            yield Found(document.path, text)
+            yield FoundText(document.path, text)
             continue
         for shard in cut([input_of(document, PATH)]):
             here = Count()

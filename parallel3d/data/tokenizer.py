@@ -173,7 +173,7 @@ FEW = 1 << 16  # vocabulary sizes up to this fit 16 bits
 PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 
 
-class Unencodable(UserError):
+class UnencodableText(UserError):
     """Raised for a text that the library cannot encode; `why` is the library's message."""
 
     def __init__(self, name: str, why: str) -> None:
@@ -188,7 +188,7 @@ class Unencodable(UserError):
         )
 
 
-class Placed(NamedTuple):
+class PlacedTokens(NamedTuple):
     """The tokens of a text, and the range [begin, end) of each one's characters; int64 (n,)."""
 
     tokens: npt.NDArray[np.int64]
@@ -358,7 +358,7 @@ class FileTokenizer:
         """Returns whether the tokens of a text include `token`; None stands for any token."""
         try:
             found = self.encode(text.encode())
-        except Unencodable:
+        except UnencodableText:
             return token is None
         return bool(found.size) if token is None else token in found
 
@@ -441,10 +441,10 @@ class FileTokenizer:
         """Returns a prompt's tokens; a special token spelled out in it counts as that token."""
         return self.place(text.decode("utf-8", "replace")).tokens.tolist()
 
-    def place(self, text: str) -> Placed:
+    def place(self, text: str) -> PlacedTokens:
         """Returns the tokens of a text with their places; special tokens in the text count as such.
 
-        Raises Unencodable.
+        Raises UnencodableText.
         """
         self._inner.encode_special_tokens = False
         try:
@@ -452,7 +452,7 @@ class FileTokenizer:
         finally:
             self._inner.encode_special_tokens = True
 
-    def place_spelled(self, text: str, stand_ins: Mapping[str, str]) -> Placed:
+    def place_spelled(self, text: str, stand_ins: Mapping[str, str]) -> PlacedTokens:
         """Returns the tokens of a text with their places; special tokens in it are plain text.
 
         Args:
@@ -482,7 +482,7 @@ class FileTokenizer:
             character, special=False, **{flag: getattr(added, flag) for flag in flags}
         )
 
-    def _placed(self, inner: Any, text: str) -> Placed:
+    def _placed(self, inner: Any, text: str) -> PlacedTokens:
         with self._breaks_off():
             made = inner.encode(text, add_special_tokens=False)
         places = np.array(made.offsets, np.int64).reshape(-1, 2)
@@ -493,23 +493,23 @@ class FileTokenizer:
                 f"the tokenizer {show(self.name)} does not tell which characters each token "
                 "covers, so the tokens to train on are unknown: choose another tokenizer"
             )
-        return Placed(np.array(made.ids, np.int64), begins, ends)
+        return PlacedTokens(np.array(made.ids, np.int64), begins, ends)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
-        """Returns the tokens of several documents, encoded on several cores. Raises Unencodable."""
+        """Returns the tokens of documents, encoded on several cores. Raises UnencodableText."""
         with self._breaks_off():
             made = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=self.dtype) for each in made]
 
     @contextmanager
     def _breaks_off(self) -> Iterator[None]:
-        """Turns the library's errors inside a `with` block into Unencodable."""
+        """Turns the library's errors inside a `with` block into UnencodableText."""
         try:
             yield
         except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, PASSED_ON):
                 raise
-            raise Unencodable(self.name, _words(error)) from None
+            raise UnencodableText(self.name, _words(error)) from None
 
     def decode(self, tokens: npt.NDArray[np.integer] | Sequence[int]) -> str:
         """Returns readable text, without special and unknown tokens."""

@@ -274,7 +274,7 @@ def prove(file: File, digest: str | None) -> Proof:
     return Proof.SAME if whole_digest(file) == digest else Proof.CHANGED
 
 
-class Compared(NamedTuple):
+class TextComparison(NamedTuple):
     """The result of comparing files with an earlier start; at most one field is set.
 
     Attributes:
@@ -299,7 +299,7 @@ def marks_of(watched: Mapping[str, WatchedFile]) -> str:
     return " ".join(f"{key}={file.mark}" for key, file in watched.items())
 
 
-def compare(watched: Mapping[str, WatchedFile], marks: str) -> Compared:
+def compare(watched: Mapping[str, WatchedFile], marks: str) -> TextComparison:
     """Compares files with their `marks` of an earlier start that had the same fingerprints."""
     there = dict(mark.partition("=")[::2] for mark in marks.split())
     odd = [file for key, file in watched.items() if there.get(key, file.mark) != file.mark]
@@ -308,15 +308,15 @@ def compare(watched: Mapping[str, WatchedFile], marks: str) -> Compared:
         try:
             proof = file.prove()
         except UserError as error:
-            return Compared(refusal=str(error))
+            return TextComparison(refusal=str(error))
         if proof is Proof.CHANGED:
-            return Compared(refusal=str(file.changed("since the last checkpoint")))
+            return TextComparison(refusal=str(file.changed("since the last checkpoint")))
         if proof is Proof.SAMPLED:
             unknown.append(file.file.name)
     if not unknown:
-        return Compared()
+        return TextComparison()
     more = f" and {len(unknown) - 1:,} more" if unknown[1:] else ""
-    return Compared(
+    return TextComparison(
         note=f"{unknown[0]}{more} may have changed since the last checkpoint, by time of change, "
         "inode or version: sizes and samples of the content are unchanged, but the rest is unknown"
     )

@@ -47,7 +47,7 @@ class Frame:
         return self.inner.decompress(packed, most)
 
 
-class Unpacked(io.RawIOBase):
+class UnpackedStream(io.RawIOBase):
     """A stream of the unpacked content of a file.
 
     Reading raises EOFError if the file ends inside a frame, and the library's error for bytes that

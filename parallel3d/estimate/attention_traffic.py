@@ -15,7 +15,7 @@ from parallel3d.context_parallel.split import SequenceSplit
 OVERLAPPED = ("gather", "ring")  # styles that send while attention computes
 
 
-class Sent(NamedTuple):
+class SentCalls(NamedTuple):
     """Calls of one collective, all of the same size, by one rank for one layer and micro-batch.
 
     Attributes:
@@ -37,7 +37,7 @@ class Sent(NamedTuple):
 
 def sends(
     style: str, w: Widths, tokens: Number, item: Number, cp: Number, drops: bool = False
-) -> Iterator[Sent]:
+) -> Iterator[SentCalls]:
     """Yields the collectives of a layer's attention (context_parallel/attention.py).
 
     Args:
@@ -51,20 +51,20 @@ def sends(
     # `own`: bytes of the keys and values of this rank's tokens.
     own, what = 2 * tokens * w.keys * item, "keys and values"
     if style == "gather" and drops:
-        yield Sent("all_gather", cp * own / 2, 2, 2, what, 0)
-        yield Sent("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}", 2)
+        yield SentCalls("all_gather", cp * own / 2, 2, 2, what, 0)
+        yield SentCalls("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}", 2)
     elif style == "gather":  # a recomputed forward replaces the all-gather of the backward
-        yield Sent("all_gather", cp * own, 2, 0, what, 1)
-        yield Sent("reduce_scatter", cp * own, 1, 0, f"gradients of {what}", 1)
+        yield SentCalls("all_gather", cp * own, 2, 0, what, 1)
+        yield SentCalls("reduce_scatter", cp * own, 1, 0, f"gradients of {what}", 1)
     elif style == "ring":
-        yield Sent("send_recv", own, 2 * (cp - 1), cp - 1, what, cp - 1)
+        yield SentCalls("send_recv", own, 2 * (cp - 1), cp - 1, what, cp - 1)
         wide = own / item * np.maximum(item, 4)
-        yield Sent("send_recv", wide, cp - 1, 0, f"gradients of {what}", cp - 1)
+        yield SentCalls("send_recv", wide, cp - 1, 0, f"gradients of {what}", cp - 1)
     else:
         copies = np.maximum(cp / w.key_heads, 1)  # each rank needs at least one key-value head
         queries = tokens * w.queries * item
-        yield Sent("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences", 1)
-        yield Sent("all_to_all", queries, 2, 1, "results of heads", 1)
+        yield SentCalls("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences", 1)
+        yield SentCalls("all_to_all", queries, 2, 1, "results of heads", 1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -80,16 +80,16 @@ def halo_tokens(
     return tuple(each.sum(0).tolist()), tuple(each.sum(1).tolist())
 
 
-def halo_sends(w: Widths, sent: Number, received: Number, item: Number) -> Iterator[Sent]:
+def halo_sends(w: Widths, sent: Number, received: Number, item: Number) -> Iterator[SentCalls]:
     """Yields the collectives of a sliding-window layer (context_parallel/window_attention.py).
 
     `sent`, `received`: number of tokens of a micro-batch whose keys and values the rank sends, and
     number of those that it receives.
     """
     each, what = 2 * w.keys * item, "keys and values of windows"
-    yield Sent("all_to_all", sent * each, 2, 1, what, 1)
+    yield SentCalls("all_to_all", sent * each, 2, 1, what, 1)
     wide = each / item * np.maximum(item, 4)
-    yield Sent("all_to_all", received * wide, 1, 0, f"gradients of {what}", 1)
+    yield SentCalls("all_to_all", received * wide, 1, 0, f"gradients of {what}", 1)
 
 
 def exposed(style: str, sent: Any, attention: Any, share: float) -> Any:

@@ -30,7 +30,7 @@ from parallel3d.estimate.search import (
     SAME,
     TIGHT,
     LayoutChoice,
-    Priced,
+    PricedLayouts,
     configure,
     planned,
     ranked,
@@ -133,13 +133,13 @@ def memory_of(config: Config, choice: LayoutChoice, load: float = 1.0) -> float:
 
 def bounded(
     config: Config,
-    priced: Priced,
+    priced: PricedLayouts,
     rows: int,
     most: float,
     reserve: float,
     load: float = 1.0,
     tell: Callable[[str], None] | None = None,
-) -> Priced:
+) -> PricedLayouts:
     """Returns the priced layouts, with the memory of all layouts that can be among the best rows.
 
     Memory is computed from the fastest layout on, until no further layout can be among the best

@@ -36,7 +36,7 @@ from parallel3d.estimate.fitted_cost import EXPERTS, StepTime, hidden_seconds, s
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import (
     LayoutChoice,
-    Priced,
+    PricedLayouts,
     configure,
     planned,
     ranked,
@@ -637,7 +637,7 @@ def price_measured(
     sizes: Mapping[str, float],
     config: Config,
     machine: MeasuredMachine,
-) -> Priced:
+) -> PricedLayouts:
     """Returns the time and memory of the layouts that can run, and the order of those that fit.
 
     Recomputation only costs time, so a layout is priced with more of it only if it does not fit

@@ -158,7 +158,7 @@ def sizes_of(config: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedLayouts:
     """Layouts with their predicted time and memory.
 
     Attributes:
@@ -356,7 +356,9 @@ def _uneven_split(
     }
 
 
-def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: float) -> Priced:
+def ranked(
+    choices: list[LayoutChoice], time: StepTime, memory: Number, most: float
+) -> PricedLayouts:
     """Returns the layouts with their prices, and with the order of those that fit into memory.
 
     `most`: bytes of a GPU's memory.
@@ -365,7 +367,7 @@ def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: fl
     risked = seconds * np.where(tight, TIGHT, 1.0)
     fits = np.flatnonzero((memory <= most) & np.isfinite(seconds)).tolist()
     order = simple_first(choices, risked, sorted(fits, key=lambda i: risked[i]))
-    return Priced(choices, time, memory, tight, order)
+    return PricedLayouts(choices, time, memory, tight, order)
 
 
 def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int]) -> list[int]:
@@ -388,7 +390,7 @@ def complexity(choice: LayoutChoice) -> float:
     return found + np.log2(choice.tp * choice.cp * choice.pp * choice.ep) / 16
 
 
-def best(priced: Priced, rows: int) -> list[int]:
+def best(priced: PricedLayouts, rows: int) -> list[int]:
     """Returns the index of the best layout in each of the best `rows` rows (`LayoutChoice.row`)."""
     found: dict[tuple[int, int, int, int], int] = {}
     for i in priced.order:
@@ -396,7 +398,7 @@ def best(priced: Priced, rows: int) -> list[int]:
     return [*found.values()][:rows]
 
 
-def reason(priced: Priced, index: int, first: int, node: int) -> str:
+def reason(priced: PricedLayouts, index: int, first: int, node: int) -> str:
     """Returns a phrase that explains why a layout is slower than the best one, `first`.
 
     For the best layout itself, the phrase says where its time goes. `node`: GPUs of a domain.

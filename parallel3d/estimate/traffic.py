@@ -23,7 +23,7 @@ from parallel3d.blueprint.rank import (
     sharded_numel,
 )
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.estimate.attention_traffic import Sent, halo_sends, halo_tokens, sends
+from parallel3d.estimate.attention_traffic import SentCalls, halo_sends, halo_tokens, sends
 from parallel3d.estimate.search import planned
 from parallel3d.models.keys import full_shapes_of
 from parallel3d.run_config import Config
@@ -283,7 +283,7 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
             yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
 
 
-def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[Sent]]:
+def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[SentCalls]]:
     """Returns (number of parts into which each call is split, cp calls) of a layer's attention."""
     blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
     style, drops, cp = blueprint.layer.cp_style, blueprint.model.dropout > 0, rank.layout.cp

@@ -229,7 +229,7 @@ class ExpertFigures(NamedTuple):
         return list(self.counts.items())
 
 
-class Routed(Protocol):
+class BalancedRouter(Protocol):
     """The attributes of a router that load balancing needs."""
 
     name: str
@@ -254,7 +254,7 @@ class BalanceOfRun:
     def __init__(
         self,
         settings: ExpertsConfig,
-        routers: Mapping[int, Routed],
+        routers: Mapping[int, BalancedRouter],
         layers: Sequence[int],
         experts: int,
         chosen: int,
@@ -339,7 +339,7 @@ class BalanceOfRun:
                 bias.copy_(updated_bias(bias, counts, self.settings.bias_update_rate))
 
 
-def _bias_name(router: Routed) -> str:
+def _bias_name(router: BalancedRouter) -> str:
     return f"{router.name}.bias"
 
 

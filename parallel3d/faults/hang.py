@@ -24,7 +24,7 @@ WORLD = "default_pg"  # torch's description of the group of all ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
-class Queued(NamedTuple):
+class QueuedOperation(NamedTuple):
     """A collective or message that has begun, and whether it has ended.
 
     On a device, NCCL numbers the collectives of a group and its messages separately, and the
@@ -38,7 +38,7 @@ class Queued(NamedTuple):
 class Record(NamedTuple):
     """Flight record of one rank: its operations in queue order, and its groups' ranks."""
 
-    queue: tuple[Queued, ...]
+    queue: tuple[QueuedOperation, ...]
     ranks: dict[str, tuple[int, ...]]
 
 
@@ -58,7 +58,9 @@ def read_flight_record(text: str, known: Mapping[str, tuple[int, ...]]) -> Recor
         if members := tuple(json.loads(group["ranks"])):
             ranks[_name(group["name"], group["desc"])] = members
     entries = [e for e in content.get("entries", []) if not e["profiling_name"].startswith("gloo")]
-    queue = [Queued(_operation(entry, ranks), done) for entry, done in _without_batches(entries)]
+    queue = [
+        QueuedOperation(_operation(entry, ranks), done) for entry, done in _without_batches(entries)
+    ]
     return Record(_newest(queue), ranks)
 
 
@@ -107,7 +109,7 @@ def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> L
     return LoggedOperation(group, number, name, shape, dtypes[0].lower() if dtypes else "", peer)
 
 
-def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
+def _newest(queue: list[QueuedOperation]) -> tuple[QueuedOperation, ...]:
     """Returns only the operations near each group's first unfinished one (`KEPT`)."""
     places: dict[str, list[int]] = defaultdict(list)
     for i, queued in enumerate(queue):
@@ -120,10 +122,10 @@ def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
     return tuple(queue[i] for i in sorted(kept))
 
 
-def of_host(log: OperationLog) -> tuple[Queued, ...]:
+def of_host(log: OperationLog) -> tuple[QueuedOperation, ...]:
     """Returns the newest operations that the host has begun; at most one of them is unfinished."""
     waiting = log.waiting
-    return tuple(Queued(operation, operation != waiting) for operation in log.latest(20))
+    return tuple(QueuedOperation(operation, operation != waiting) for operation in log.latest(20))
 
 
 # States of the ranks.
@@ -158,8 +160,8 @@ class RankState:
     waited_s: float = 0.0
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     divergence: Divergence | None = None
-    queue: tuple[Queued, ...] = ()
-    device_queue: tuple[Queued, ...] | None = None
+    queue: tuple[QueuedOperation, ...] = ()
+    device_queue: tuple[QueuedOperation, ...] | None = None
     on_device: bool = False
 
     @property
@@ -214,7 +216,7 @@ def from_json(content: dict[str, Any]) -> RankState:
 
     for key in ("queue", "device_queue"):
         if (queue := content[key]) is not None:
-            content[key] = tuple(Queued(operation(fields), done) for fields, done in queue)
+            content[key] = tuple(QueuedOperation(operation(fields), done) for fields, done in queue)
     if (divergence := content["divergence"]) is not None:
         content["divergence"] = Divergence(*(fields and operation(fields) for fields in divergence))
     content["ranks"] = {name: tuple(ranks) for name, ranks in content["ranks"].items()}

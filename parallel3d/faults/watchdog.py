@@ -90,7 +90,7 @@ END_S = 30.0  # more than all of the above; then the process ends without a repo
 
 # The diagnosis (None on ranks that do not log it), and the processes (pid, start time) of this host
 # that must be killed.
-Found = tuple[hang.Diagnosis | None, list[tuple[int, int]]]
+HangFindings = tuple[hang.Diagnosis | None, list[tuple[int, int]]]
 
 
 @dataclass
@@ -292,7 +292,7 @@ class Watchdog:
             device_queue=queue,
         )
 
-    def _agree(self, state: hang.RankState) -> Found:
+    def _agree(self, state: hang.RankState) -> HangFindings:
         """Sends this rank's state; the first rank to do so collects all states and diagnoses them.
 
         The other ranks wait for its `_release`, because launchers end all ranks when one ends.
@@ -342,7 +342,7 @@ class Watchdog:
         """Returns this job's silent processes on this host; stopped ones would outlive the job."""
         return of_this_job([self._process(rank) for rank in silent])
 
-    def _without_store(self, state: hang.RankState) -> Found:
+    def _without_store(self, state: hang.RankState) -> HangFindings:
         """Diagnoses the hang from this rank's state alone if the store does not answer.
 
         On each host, only the first rank that can log does so.

@@ -15,7 +15,7 @@ from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.device.datasheets import BLACKWELL
 from parallel3d.errors import UserError
-from parallel3d.host.gpus import Found, Gpu, find, is_nvidia_build
+from parallel3d.host.gpus import GpuFindings, VisibleGpu, find, is_nvidia_build
 from parallel3d.host.quotas import available_cores
 from parallel3d.text import count
 
@@ -88,7 +88,7 @@ class DeviceChoice(NamedTuple):
 
     kind: str
     line: str = ""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[VisibleGpu, ...] = ()
 
 
 def choose_device(
@@ -138,7 +138,7 @@ def choose_device(
     return DeviceChoice(CPU, f"{_line_of_cpu(CPU)}: {found.lack}{more}")
 
 
-def _remedy(found: Found) -> str:
+def _remedy(found: GpuFindings) -> str:
     if "build without CUDA" in found.lack:
         return "install a torch that is built for it"
     if "hides all" in found.lack:
@@ -154,7 +154,7 @@ def _line_of_cpu(kind: str) -> str:
     return f"device: {here}, {available_cores()} of {os.cpu_count() or 1} cores"
 
 
-def _line_of_gpus(found: Found, ranks_here: int, one_each: bool) -> str:
+def _line_of_gpus(found: GpuFindings, ranks_here: int, one_each: bool) -> str:
     used = ranks_here if one_each else min(ranks_here, len(found.gpus))
     there = max(used, found.on_host)
     names = " and ".join(dict.fromkeys(gpu.name for gpu in found.gpus[:used] if gpu.name))

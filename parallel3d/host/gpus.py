@@ -44,7 +44,7 @@ OF_JOBS = re.compile(
 OWN_MEMORY = 8 << 30
 
 
-class Gpu(NamedTuple):
+class VisibleGpu(NamedTuple):
     """One GPU as CUDA or HIP shows it to this process; "" and 0 stand for unknown values.
 
     Attributes:
@@ -67,7 +67,7 @@ class Gpu(NamedTuple):
         return self.uuid or (f"{boot_id()}/{self.bus}" if self.bus else "")
 
 
-class Found(NamedTuple):
+class GpuFindings(NamedTuple):
     """The findings about this host's GPUs.
 
     Attributes:
@@ -80,7 +80,7 @@ class Found(NamedTuple):
         on_host: number of GPUs on this host, including those that this process does not see.
     """
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[VisibleGpu, ...] = ()
     fault: str = ""
     lack: str = ""
     hints: tuple[str, ...] = ()
@@ -92,35 +92,35 @@ class Found(NamedTuple):
 class Answer(NamedTuple):
     """The driver's answer: GPUs, an error code, or an error in words."""
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[VisibleGpu, ...] = ()
     code: int = 0
     error: str = ""
 
 
-def find(environ: Mapping[str, str]) -> Found:
+def find(environ: Mapping[str, str]) -> GpuFindings:
     """Returns the findings about this host. Raises UserError if torch is not installed."""
     build = torch_build()
     gpus, fault, lack = _usable(build, environ)
     on_host = max(len(gpus), len(_device_files(ROOT)))
     if gpus:
-        return Found(gpus, on_host=on_host)
+        return GpuFindings(gpus, on_host=on_host)
     if fault:
-        return Found((), fault)
+        return GpuFindings((), fault)
     of_job = _of_job(environ)
     masks = {name: environ[name].strip() for name in MASKS[:-1] if name in environ}
     empty = [f"{name}={mask or repr('')}" for name, mask in masks.items() if mask in NOTHING]
     if empty:
         lack = f"{' and '.join(empty)} hides all GPUs"
     if empty and not of_job and "SLURM_JOB_ID" not in environ:
-        return Found(lack=lack, hidden=empty[0])
+        return GpuFindings(lack=lack, hidden=empty[0])
     given = [f"{name}={mask}" for name, mask in masks.items() if mask not in NOTHING]
     hints = [*of_job, *given, *_of_machine(ROOT)]
-    return Found(lack=lack, hints=tuple(hints), remark=_remark(environ, ROOT))
+    return GpuFindings(lack=lack, hints=tuple(hints), remark=_remark(environ, ROOT))
 
 
 def _usable(
     build: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[tuple[Gpu, ...], str, str]:
+) -> tuple[tuple[VisibleGpu, ...], str, str]:
     """Returns (GPUs, reason why existing GPUs cannot be used, reason why there are none)."""
     masks = tuple((name, environ[name]) for name in MASKS if name in environ)
     if build.get("hip"):
@@ -247,7 +247,7 @@ def ask_cuda(driver: ctypes.CDLL) -> Answer:
 UNITS, CAPABILITY = 16, 75  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …_COMPUTE_CAPABILITY_MAJOR
 
 
-def _cuda_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
+def _cuda_gpu(driver: ctypes.CDLL, index: int) -> VisibleGpu:
     gpu = ctypes.c_int(0)
     raw = (ctypes.c_ubyte * 16)()
     memory = ctypes.c_size_t(0)
@@ -262,11 +262,11 @@ def _cuda_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
         return "" if call(text, len(text), gpu) else text.value.decode(errors="replace")
 
     if driver.cuDeviceGet(ctypes.byref(gpu), index) != 0:
-        return Gpu()
+        return VisibleGpu()
     # The second version distinguishes slices (MIG) of one GPU.
     known = driver.cuDeviceGetUuid_v2(raw, gpu) == 0
     sized = driver.cuDeviceTotalMem_v2(ctypes.byref(memory), gpu) == 0
-    return Gpu(
+    return VisibleGpu(
         f"GPU-{uuid.UUID(bytes=bytes(raw))}" if known and any(raw) else "",
         words(driver.cuDeviceGetName),
         words(lambda *given: driver.cuDeviceGetPCIBusId(*given)),
@@ -295,7 +295,7 @@ def ask_rocm() -> Answer:
         units = facts.multi_processor_count
         memory = facts.total_memory
         # Partitions of one GPU (CPX) share its address and differ by their UUID.
-        found.append(Gpu(f"GPU-{facts.uuid}", name, bus, units, memory, facts.major))
+        found.append(VisibleGpu(f"GPU-{facts.uuid}", name, bus, units, memory, facts.major))
     return Answer(tuple(found))
 
 
@@ -325,7 +325,7 @@ def in_subprocess(ask: Callable[[], Answer]) -> Answer:
         how = f"{signal.Signals(-code).name}" if code < 0 else f"code {code}"
         return Answer(error=f"the process that asked for GPUs ended with {how}")
     gpus, number, said = json.loads(text)
-    return Answer(tuple(Gpu(*gpu) for gpu in gpus), number, said)
+    return Answer(tuple(VisibleGpu(*gpu) for gpu in gpus), number, said)
 
 
 # Masks

@@ -271,7 +271,7 @@ class Pipeline(nn.Module):
 
     def _connect(
         self, inputs: Any, targets: Any, wants_targets: bool, trains: bool
-    ) -> tuple[list[Any], list[Any], Shares]:
+    ) -> tuple[list[Any], list[Any], LossWeights]:
         """Cuts the batch into micro-batches, and connects the stages for its shapes.
 
         Returns the inputs and the targets of each micro-batch, and the shares. An error is raised
@@ -281,7 +281,7 @@ class Pipeline(nn.Module):
         count = self.schedule.microbatches
         xs: list[Any] = [None] * count
         ys: list[Any] = [None] * count
-        number, shares, weights = -1, Shares([1.0] * count), [0.0] * count
+        number, shares, weights = -1, LossWeights([1.0] * count), [0.0] * count
         try:
             if self.is_first:
                 xs = cut(inputs, count, "inputs")
@@ -313,7 +313,7 @@ class Pipeline(nn.Module):
         self.executor.sends, self.executor.channel = self.connections[number]
         return xs, ys, shares
 
-    def _shares(self, weights: list[float], trains: bool) -> Shares:
+    def _shares(self, weights: list[float], trains: bool) -> LossWeights:
         """Returns the factors that make the loss a mean over all targets.
 
         Since gradients are later averaged over replicas with equal weights, the replica's factor
@@ -331,8 +331,8 @@ class Pipeline(nn.Module):
             )
             self.executor.failure = StageFailure("the batch", error)
         if not own or not total:
-            return Shares([0.0] * len(weights), 0.0)
-        return Shares([w * len(weights) / own for w in weights], own * self.dp.size / total)
+            return LossWeights([0.0] * len(weights), 0.0)
+        return LossWeights([w * len(weights) / own for w in weights], own * self.dp.size / total)
 
     def _sends(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
         """Runs every stage but the last once to find the shapes that stages send.
@@ -395,7 +395,7 @@ Connection = tuple[list[StageOutputs], SharedP2P | None]
 
 
 @dataclass(frozen=True)
-class Shares:
+class LossWeights:
     """Weights of the losses; all are 1 if all micro-batches count equally.
 
     Attributes:

@@ -48,7 +48,7 @@ T = TypeVar("T")
 # Settings of an optimizer that are not restored, since the script itself chooses them.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 TIMEOUT_S = 1800.0  # time for which rank 0 waits for the files of the others
-Held = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
+HeldTensor = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
 
 
 class _Parts(NamedTuple):
@@ -193,7 +193,7 @@ def _parts_of(call: str, state_dict: Mapping[str, Any]) -> _Parts:
 # The state to save.
 
 
-def _to_save(parts: _Parts, step: int) -> tuple[list[Held], dict[str, Any], dict[str, Any]]:
+def _to_save(parts: _Parts, step: int) -> tuple[list[HeldTensor], dict[str, Any], dict[str, Any]]:
     """Returns this rank's chunks, named kind/name, the optimizer's other state, and other values.
 
     The last two are JSON.
@@ -274,13 +274,13 @@ def _check_json(what: str, value: Any) -> None:
         ) from None
 
 
-def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
+def _held(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
     """Returns this rank's part of each tensor, as a view of its memory.
 
     A tensor without dimensions counts as a tensor of shape (1,). Parts without elements are left
     out.
     """
-    found: list[Held] = []
+    found: list[HeldTensor] = []
     for name, value in tensors.items():
         local, shape = value.detach(), tuple(value.shape)
         offsets = (0,) * len(shape)
@@ -304,7 +304,7 @@ def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
     return found
 
 
-def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
+def _own_chunks(held: list[HeldTensor], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
     """Returns the chunks that this rank writes; only one rank writes a chunk that several hold.
 
     Raises UserError if the chunks of all ranks do not exactly make up the tensors.

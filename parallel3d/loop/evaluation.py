@@ -19,10 +19,10 @@ from parallel3d.run.launch import Worker
 from parallel3d.trainer import Score, StepResult
 
 EVALUATIONS = "evaluations.jsonl"  # the file to which `train.eval_only` appends
-Evaluated = tuple[float | None, dict[str, float | None], dict[str, Score]]
+EvaluationResult = tuple[float | None, dict[str, float | None], dict[str, Score]]
 
 
-def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
+def evaluate(trainer: Trainer, worker: Worker) -> EvaluationResult | None:
     """Evaluates the held-out text and the validation sets; collective.
 
     Returns the loss of the held-out text (None without any), the losses of the parts of a blend,

@@ -10,7 +10,7 @@ import torch
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.build import Trainer
-from parallel3d.data.blend import Blended
+from parallel3d.data.blend import BlendedSamples
 from parallel3d.data.corpus import Blend, Corpus
 from parallel3d.data.sampler import Finite
 from parallel3d.device import accelerator
@@ -65,7 +65,7 @@ class BlendRecords(Hook):
         trainer, recorder = self.run.trainer, self.run.recorder
         if recorder is None or not self.run.evaluates_after(result.step):
             return
-        if isinstance(trainer.samples.train, Blended):
+        if isinstance(trainer.samples.train, BlendedSamples):
             recorder.blend(result.step, trainer.samples.train.read(trainer.consumed_samples))
 
 

@@ -15,7 +15,7 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
 from parallel3d.files import replace_durably
 from parallel3d.loop.hooks import Hook, Run
-from parallel3d.pipeline.executor import ActionTimes, Measured
+from parallel3d.pipeline.executor import ActionTimes, TimedAction
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.draw import TimelinePicture
 from parallel3d.schedules.schedule import Schedule
@@ -56,7 +56,7 @@ class StepTimeline(Hook):
             )
 
 
-def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: Path) -> None:
+def draw_step(trainer: Trainer, spans: Sequence[TimedAction], step: int, run_dir: Path) -> None:
     """Draws a step of rank 0's pipeline; `spans`: this rank's times; collective over a pipeline."""
     groups = trainer.groups
     by_rank: list[Any] = [spans]
@@ -84,7 +84,7 @@ def _write(path: Path, text: str) -> None:
         print_line(f"{path} could not be written: {error.strerror}")
 
 
-def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
+def timeline_of(by_rank: Sequence[Sequence[TimedAction]]) -> Timeline:
     """Returns the spans of all ranks, with times relative to the earliest start of a span."""
     begin = min(start for spans in by_rank for _, start, _ in spans)
     return Timeline(

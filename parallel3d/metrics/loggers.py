@@ -17,7 +17,7 @@ from parallel3d.metrics.wandb_ledger import (
     HEADER_BYTES,
     Beginning,
     Ledger,
-    Row,
+    RowPosition,
     begin,
     name_of_id,
     own_ids,
@@ -246,7 +246,7 @@ class WandbLogger:
         self._code = code
         self._first_step = first_step
         self._say = say
-        self._last: Row | None = None  # the last row that was sent to W&B
+        self._last: RowPosition | None = None  # the last row that was sent to W&B
         self._ledger: Ledger | None = None  # None without an open session
         self.mode = resolve_mode(config.logger.mode)
         why = ""
@@ -284,7 +284,7 @@ class WandbLogger:
             self._say(f"W&B is offline{why}; to upload the run later: {sync_command(self.folder)}")
 
     def log(self, line: Mapping[str, Any]) -> None:
-        place, row = Row(line["step"], "eval_loss" in line), figures_of(line)
+        place, row = RowPosition(line["step"], "eval_loss" in line), figures_of(line)
         run = self._run
         if run is not None and (self._last is None or place > self._last):
             self._last = place
@@ -336,7 +336,7 @@ class WandbLogger:
         self._last = beginning.last
         if run.resumed and (step := run.summary.get("step")) is not None:
             # The server reports its last step, but not whether that step's evaluation arrived.
-            there = Row(int(step), evaluation=True)
+            there = RowPosition(int(step), evaluation=True)
             if beginning.changed and there.step >= self._first_step:
                 run.finish()
                 again = replaced(self._run_dir, beginning.id, self._first_step, there.step)

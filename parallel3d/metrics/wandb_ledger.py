@@ -51,7 +51,7 @@ class UnknownRows(Exception):
     """Raised when it is unknown which rows W&B has; the message is a clause that says why."""
 
 
-class Row(NamedTuple):
+class RowPosition(NamedTuple):
     """Position of a logged row in the order of rows; the evaluation after a step follows it."""
 
     step: int
@@ -84,7 +84,7 @@ class Session:
     home: str
     folder: str
     keys: Mapping[str, str]
-    last: Row | None = None
+    last: RowPosition | None = None
     closed: bool = False
 
 
@@ -103,7 +103,7 @@ def sessions_of(run_dir: Path) -> list[Session]:
                 home, folder = str(row["home"]), str(row["folder"])
                 found[number] = Session(str(row["id"]), home, folder, dict(row["keys"]))
             else:
-                found[number].last = Row(int(row["last_step"]), bool(row["evaluation"]))
+                found[number].last = RowPosition(int(row["last_step"]), bool(row["evaluation"]))
             found[number].closed |= bool(row.get("closed"))
         except (ValueError, KeyError, TypeError):
             continue
@@ -128,7 +128,7 @@ class Ledger:
         row |= {"first_step": first_step, "checkpoint": first_step - 1}
         append_line(self._path, row | {"keys": keys})
 
-    def sent(self, last: Row | None, *, closed: bool = False) -> None:
+    def sent(self, last: RowPosition | None, *, closed: bool = False) -> None:
         """Records the last row that was sent, and whether W&B has confirmed it."""
         row: dict[str, Any] = {"session": self._number}
         if last is not None:
@@ -148,7 +148,7 @@ class Beginning(NamedTuple):
     """
 
     id: str
-    last: Row | None
+    last: RowPosition | None
     changed: bool
     lines: tuple[str, ...] = ()
 
@@ -269,7 +269,7 @@ def _home_by_name(run_dir: Path) -> Path | None:
     return None if name is None else run_dir.absolute().parent / str(name)
 
 
-def last_row(run_dir: Path, id: str, sessions: list[Session]) -> Row | None:
+def last_row(run_dir: Path, id: str, sessions: list[Session]) -> RowPosition | None:
     """Returns the last row that W&B has of its run `id`, or None if it has no row.
 
     Raises UnknownRows if nobody can tell, and OSError if W&B's tool cannot be started.
@@ -292,7 +292,7 @@ def last_row(run_dir: Path, id: str, sessions: list[Session]) -> Row | None:
     return None
 
 
-def _row_in(folder: Path) -> Row | None:
+def _row_in(folder: Path) -> RowPosition | None:
     """Returns the last row in W&B's file of a session that may have been killed, or None."""
     files = [*folder.glob("run-*.wandb")]
     if len(files) != 1:
@@ -312,7 +312,7 @@ def _tool(path: Path) -> Iterator[bytes]:
         raise UnknownRows(f"{path} cannot be read: {first}")
 
 
-def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | None:
+def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> RowPosition | None:
     """Returns the last row in a file of W&B, or None if no row was written to it.
 
     `inspect` yields the file's records as lines of JSON. Raises UnknownRows if they have an unknown
@@ -328,7 +328,7 @@ def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | N
             kind = record["type"]
             if kind == "history":
                 item = record["history"]["item"]
-                row = Row(int(item["step"]), "train/lr" not in item)
+                row = RowPosition(int(item["step"]), "train/lr" not in item)
             elif kind not in _TYPES:
                 strange = f"a record of type {kind!r}"
         except (ValueError, KeyError, TypeError) as error:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
 
 
-class Blank(Initializer):
+class BlankInitializer(Initializer):
     """Creates parameters without drawing their values, which are loaded later."""
 
     def fill(self, shard: ShardSpec, out: Tensor) -> None:
@@ -52,7 +52,7 @@ class Blank(Initializer):
 
 def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.device) -> Stage:
     """Creates this rank's stage, whose parameters are all 0, in the dtype of the master weights."""
-    init = Blank(0, master_dtype(blueprint.precision), device)
+    init = BlankInitializer(0, master_dtype(blueprint.precision), device)
     context = BuildContext(
         init,
         groups.tp,

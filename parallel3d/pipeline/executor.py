@@ -33,7 +33,7 @@ from parallel3d.pipeline.p2p import (
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.messages import SENDS
 
-Measured = tuple[str, float, float]  # (action as text, start, end), times in seconds
+TimedAction = tuple[str, float, float]  # (action as text, start, end), times in seconds
 Loader = Callable[[int], tuple[Any, ...]]  # micro-batch number → arguments of a stage
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class ActionTimes:
         yield
         self.spans.append((action, start, self._now()))
 
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[TimedAction]:
         if accelerator.is_accelerator(self.device):
             accelerator.synchronize(self.device)
         return [(str(action), self._since(a), self._since(b)) for action, a, b in self.spans]

@@ -39,7 +39,7 @@ from parallel3d.checkpoint.manifest import (
     reason,
 )
 from parallel3d.checkpoint.runs import CONFIG_FILE, TEMPORARY
-from parallel3d.config.fields import REMOVED, RENAMED, Removed, all_keys, show, spell
+from parallel3d.config.fields import REMOVED, RENAMED, RemovedKey, all_keys, show, spell
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FOLDER
@@ -151,7 +151,7 @@ def left_out(directory: Path) -> str | None:
         found = flat(tree)
         break
     words = []
-    gone = {key: Removed(f"now {new}", False) for key, new in RENAMED.items()} | REMOVED
+    gone = {key: RemovedKey(f"now {new}", False) for key, new in RENAMED.items()} | REMOVED
     for key, removed in gone.items():
         is_set = show(found.get(key)) not in ("null", show(removed.default))
         if is_set and key.partition(".")[0] not in OPTIONS:

@@ -26,7 +26,7 @@ from parallel3d.topology.cluster.slurm import (
 )
 
 Launcher = Literal["local", "torchrun", "slurm", "mpi"]
-Read = Callable[[str], str]
+ReadFile = Callable[[str], str]
 LOOPBACK = "127.0.0.1"
 # The range of derived ports lies below Linux's range for outgoing connections.
 FIRST_PORT, PORTS = 20000, 12768
@@ -74,7 +74,7 @@ class RankAssignment:
 
 
 @dataclass(frozen=True)
-class Numbered:
+class RankVariables:
     """The variables in which a launcher gives each process its rank and the number of ranks.
 
     Attributes:
@@ -97,7 +97,7 @@ class Numbered:
 
 
 MPI = (
-    Numbered(
+    RankVariables(
         "Open MPI's mpirun",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -105,7 +105,7 @@ MPI = (
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    Numbered(
+    RankVariables(
         "mpiexec",  # the launcher of MPICH, Intel MPI and PALS
         "PMI_RANK",
         "PMI_SIZE",
@@ -113,7 +113,7 @@ MPI = (
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
         ("PALS_APID", "PMI_JOBID"),
     ),
-    Numbered(
+    RankVariables(
         "flux",
         "FLUX_TASK_RANK",
         "FLUX_JOB_SIZE",
@@ -168,7 +168,7 @@ def detect(
     master_addr: str | None = None,
     master_port: int = 0,
     starts: int | None = 1,
-    read: Read = text_of_file,
+    read: ReadFile = text_of_file,
 ) -> RankAssignment | None:
     """Returns the rank that a launcher gave this process; None if it starts its own ranks.
 
@@ -337,7 +337,7 @@ def _mpi(given: Mapping[str, str]) -> list[Claim]:
     return [claim for row in MPI if (claim := _numbered(given, row)) is not None]
 
 
-def _numbered(given: Mapping[str, str], row: Numbered) -> Claim | None:
+def _numbered(given: Mapping[str, str], row: RankVariables) -> Claim | None:
     names = (row.rank, row.size, *row.local_rank, *row.local_size)
     marks = [name for name in names if name in given]
     if not marks or marks == ["FLUX_JOB_SIZE"]:
@@ -495,7 +495,7 @@ def _assigned(
     step: Claim | None,
     master_addr: str | None,
     master_port: int,
-    read: Read,
+    read: ReadFile,
 ) -> RankAssignment:
     """Returns the assignment on which all claims agree, with the address of rank 0."""
     torch = next((claim for claim in claims if claim.launcher == "torchrun"), None)
@@ -616,7 +616,7 @@ def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None)
 # Processes that a launcher should have started
 
 
-def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
+def _refuse_left_out(given: Mapping[str, str], starts: int, read: ReadFile) -> None:
     """Raises UserError if this process would train alone in a job of several tasks or hosts."""
     _refuse_batch_script(given, starts)
     torchrun = (
@@ -747,7 +747,7 @@ HOST_FILES = (
 )
 
 
-def _host_counts(given: Mapping[str, str], read: Read) -> dict[str, int]:
+def _host_counts(given: Mapping[str, str], read: ReadFile) -> dict[str, int]:
     """Returns the number of hosts that each variable gives, by the variable's name."""
     found = {}
     for name, beside in HOSTS:
@@ -777,7 +777,7 @@ def _most_hosts(name: str, text: str) -> int:
     return max(map(int, text.split(":")))
 
 
-def _lines(name: str, path: str, read: Read) -> int:
+def _lines(name: str, path: str, read: ReadFile) -> int:
     """Counts the hosts in a scheduler's file, which has a line for each slot. Raises UserError."""
     try:
         return len({line.split()[0] for line in read(path).splitlines() if line.strip()})

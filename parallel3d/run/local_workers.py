@@ -107,7 +107,7 @@ SIGNALS = (*STOPPING, signal.SIGQUIT)
 FORK = multiprocessing.get_context("fork")
 
 
-class Stopped(Exception):
+class StopSignal(Exception):
     """Raised on a signal that ends all ranks at once."""
 
     def __init__(self, number: int) -> None:
@@ -192,7 +192,7 @@ class LocalRanks:
             if None not in exits:
                 return {}
             if self.asked is not None and self.is_late():
-                raise Stopped(self.asked)
+                raise StopSignal(self.asked)
 
     def _end(self) -> None:
         running = [process for process in self.ranks if process.exitcode is None]
@@ -209,7 +209,7 @@ class LocalRanks:
         """Forwards a signal to the ranks; a second Ctrl-C ends all of them at once."""
         if number == signal.SIGINT:
             if self.interrupted:
-                raise Stopped(number)
+                raise StopSignal(number)
             self.interrupted = True
         if self.asked is None:
             self.asked, self.asked_at = signal.Signals(number), time.monotonic()
@@ -228,7 +228,7 @@ class LocalRanks:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)
+    raise StopSignal(number)
 
 
 def _pid(process: ForkProcess) -> int:
@@ -315,7 +315,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
             ranks = LocalRanks(world_size, live, config.launch.grace_s, again)
         try:
             exits = ranks.run(lambda: stores.append(serve(LOCALHOST, listening)))
-        except Stopped as stop:
+        except StopSignal as stop:
             late = f" (launch.grace_s={ranks.grace_s:g} had passed)" if ranks.is_late() else ""
             print_line(f"stopped by {stop.signal.name}{late}; all {world_size} ranks have ended")
             return 128 + stop.signal

@@ -37,7 +37,7 @@ ASKED = """
 import json
 from parallel3d import run_config
 from parallel3d.cli import help_text
-from parallel3d.config import identity
+from parallel3d.checkpoint import identity
 from parallel3d.data_parallel.keys import DataParallelConfig
 
 there = run_config.Config(ddp=DataParallelConfig(send_every=2))

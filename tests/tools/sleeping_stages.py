@@ -18,7 +18,7 @@ from parallel3d.data.loader import MicroBatch
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.parameters.gradients import deferred_queue
 from parallel3d.parameters.state import state_of
-from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
+from parallel3d.pipeline.executor import ActionTimes, Executor, TimedAction
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.schedules.schedule import Schedule
 
@@ -95,7 +95,7 @@ class Ran:
     weights: list[float]
     peak_live: int
     left: int
-    spans: list[Measured] = field(default_factory=list)
+    spans: list[TimedAction] = field(default_factory=list)
     seconds: float = 0.0
 
 

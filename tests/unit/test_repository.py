@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -83,3 +84,20 @@ def test_commands_with_short_names_call_a_script_in_a_folder() -> None:
         (module,) = re.findall(r"^from (benchmarks\.\w+\.\w+) import main$", text, re.MULTILINE)
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
         assert f"`python -m benchmarks.{name}`" in text
+
+
+# Participles and pronouns that call a thing by what was done with it.
+NO_NOUNS = re.compile(
+    "Done|Each|Found|Given|Held|Is|Made|Other|Sent|Shown|Taken|Taught|Theirs|Told|Where"
+    "|[A-Z][a-z]+ed"
+)
+
+
+def test_a_public_class_has_a_noun_as_its_name_and_no_two_have_the_same() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "parallel3d").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: there for name, there in places.items() if len(there) > 1} == {}
+    assert [name for name in places if NO_NOUNS.fullmatch(name)] == []

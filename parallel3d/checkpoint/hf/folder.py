@@ -76,12 +76,12 @@ EXPERT = ".experts."
 POINTER = b"version https://git-lfs"  # start of a file whose content was not downloaded
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
 
-Read = Callable[[Iterable[str]], dict[str, Tensor]]
+ReadTensors = Callable[[Iterable[str]], dict[str, Tensor]]
 
 
 def export_hf(
     model: ModelConfig,
-    read: Read,
+    read: ReadTensors,
     folder: Path,
     *,
     dtype: str,

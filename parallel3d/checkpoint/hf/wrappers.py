@@ -125,7 +125,7 @@ def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, An
     return found | ({"eos_token_id": ends} if "eos_token_id" in config else {})
 
 
-class Extent(NamedTuple):
+class StoredTensor(NamedTuple):
     """Describes a tensor in a file: its dtype, its shape, and where its bytes begin and end."""
 
     dtype: str
@@ -134,7 +134,7 @@ class Extent(NamedTuple):
     end: int
 
 
-def extents_of(path: Path) -> dict[str, Extent]:
+def extents_of(path: Path) -> dict[str, StoredTensor]:
     """Returns each tensor's place in a safetensors file, which `safe_open` must have checked."""
     with open_regular(path) as descriptor:
         size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
@@ -143,7 +143,7 @@ def extents_of(path: Path) -> dict[str, Extent]:
     content = parse_json(bytes(header))
     content.pop(_METADATA, None)
     return {
-        name: Extent(e["dtype"], e["shape"], *(8 + size + at for at in e["data_offsets"]))
+        name: StoredTensor(e["dtype"], e["shape"], *(8 + size + at for at in e["data_offsets"]))
         for name, e in content.items()
     }
 
@@ -177,7 +177,7 @@ def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to:
         os.fsync(target)
 
 
-def _pieces(path: Path, extent: Extent) -> Iterator[memoryview]:
+def _pieces(path: Path, extent: StoredTensor) -> Iterator[memoryview]:
     """Yields the bytes of a tensor in pieces."""
     with open_regular(path) as descriptor:
         for at in range(extent.begin, extent.end, PIECE):

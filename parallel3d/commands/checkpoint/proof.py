@@ -25,7 +25,7 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 from parallel3d.host.quotas import available_memory
-from parallel3d.models.decoding import Blank
+from parallel3d.models.decoding import BlankInitializer
 from parallel3d.models.dialect import LONGROPE
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
@@ -86,7 +86,7 @@ class ComparedRow(NamedTuple):
         return self.positions[-1] == len(self.positions) - 1
 
 
-class Theirs(NamedTuple):
+class TransformersOutput(NamedTuple):
     """The side of transformers.
 
     Attributes:
@@ -195,7 +195,7 @@ def tokens_of(model: ModelConfig, row: ComparedRow) -> Tensor:
 def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
     """Returns the whole model as one stage, with zero weights."""
     model = dataclasses.replace(model, dropout=0.0)
-    context = BuildContext(Blank(0, dtype, torch.device("cpu")), SINGLE, sp=False)
+    context = BuildContext(BlankInitializer(0, dtype, torch.device("cpu")), SINGLE, sp=False)
     return Stage(model, StageBlueprint.plain(range(model.num_layers), True, True), context)
 
 
@@ -245,7 +245,7 @@ def _positions(stage: Stage, model: ModelConfig, places: Tensor, angles: float) 
 
 def their_side(
     folder: Path, model: ModelConfig, *, wrapped: bool = False, alone: bool = False
-) -> Theirs:
+) -> TransformersOutput:
     """Runs a folder's model in transformers over the rows that reach its and our changes.
 
     `model` is the run's model. If `wrapped` is true, the folder has a vision model, whose text part
@@ -288,7 +288,7 @@ def their_side(
                 turns.append(_their_frequencies(theirs))
                 if row.window is not None and window is not None:
                     config.sliding_window = window
-            return Theirs(rows, logits, turns, window, changes)
+            return TransformersOutput(rows, logits, turns, window, changes)
     except Exception as error:  # any kind of error is possible, because the folder is untrusted
         text = str(error).strip() or type(error).__name__
         raise UserError(
@@ -324,7 +324,7 @@ def _their_frequencies(theirs: Any) -> list[Tensor]:
 def verdict(
     folder: Path,
     model: ModelConfig,
-    theirs: Theirs,
+    theirs: TransformersOutput,
     fill: Callable[[Stage], None],
     dtype: torch.dtype = torch.float32,
 ) -> str:
@@ -390,7 +390,7 @@ def _differs(folder: Path, ours: str, theirs: Any) -> UserError:
     )
 
 
-def _reach(model: ModelConfig, theirs: Theirs) -> str:
+def _reach(model: ModelConfig, theirs: TransformersOutput) -> str:
     """Returns the end of the sentence: which positions the comparison reached, and which not."""
     end, dense = model.seq_length, len(theirs.rows[0].positions)
     last = max(row.positions[-1] for row in theirs.rows)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
-from parallel3d.data.chat_rows import Refused, keys_not_read, parse
+from parallel3d.data.chat_rows import RefusedRow, keys_not_read, parse
 from parallel3d.data.formats import HEAD, LINES, PARQUET, TASKS, UnsupportedFile, check_kind, judged
 from parallel3d.data.inputs import LOCAL, Input, rows
 from parallel3d.data.tokenizer import Tokenizer, begun
@@ -114,7 +114,7 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
     """
     try:
         row = parse(row) if isinstance(row, bytes) else row
-    except Refused as error:
+    except RefusedRow as error:
         raise UserError(f"{place} {error}: {HOW}") from None
     if not isinstance(row, dict) or not isinstance(row.get("context"), str):
         raise UserError(f"{place} has no text under context: {HOW}")

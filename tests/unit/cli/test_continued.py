@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.cli.continued import Given, continued
+from parallel3d.cli.continued import GivenKeys, continued
 from parallel3d.config.fields import show, spell, values_of, with_values
 from parallel3d.errors import UserError
 from parallel3d.run_config import Config, check_config
@@ -22,7 +22,7 @@ def resumed(
     there: Config, typed: dict[str, Any], ranks: int | None = None, presets: tuple[str, ...] = ()
 ) -> Config:
     here = with_values(Config(run="old"), typed)
-    return continued(here, there, Given({*typed}, {*presets}), ranks)[0]
+    return continued(here, there, GivenKeys({*typed}, {*presets}), ranks)[0]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_values_that_the_layout_of_now_does_not_allow_are_reduced_or_dropped_and
 ) -> None:
     there = {f"model.{k}" if k == "num_layers" else k: value for k, value in there.items()}
     here = with_values(Config(run="old"), typed)
-    found, line = continued(here, at_last_start(**there), Given({*typed}, set()), ranks)
+    found, line = continued(here, at_last_start(**there), GivenKeys({*typed}, set()), ranks)
     check_config(found, ranks, own_samples=True)
     values = values_of(found)
     assert {key: values[key] for key in expected} == expected

@@ -17,7 +17,7 @@ import pytest
 
 from parallel3d.checkpoint.checkpoints import compared_with
 from parallel3d.checkpoint.manifest import Manifest
-from parallel3d.data.blend import Blended, WeightPeriod
+from parallel3d.data.blend import BlendedSamples, WeightPeriod
 from parallel3d.data.corpus import Blend, check_data, open_corpus
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.same_text import facts_of
@@ -73,7 +73,7 @@ def test_stages_continue_each_part_and_share_like_the_oracle() -> None:
         WeightPeriod(37, {1: 1, 3: 1}),
         WeightPeriod(90, {0: 1, 2: 3, 3: 5}),
     ]
-    blended = Blended([Numbers()] * 4, stages)
+    blended = BlendedSamples([Numbers()] * 4, stages)
     expected: list[tuple[int, int]] = []
     had: Counter[int] = Counter()
     for stage, end in zip(stages, (37, 90, 200), strict=True):

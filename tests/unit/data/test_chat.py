@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 from parallel3d.data import corpus as planned
-from parallel3d.data.chat import ChatTemplate, Reader, Refused
+from parallel3d.data.chat import ChatTemplate, Reader, RefusedRow
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import open_tokenizer
@@ -142,7 +142,7 @@ def test_an_invalid_conversation_is_refused_with_the_reason(
 ) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}"
     path = home(tmp_path, f"{template}{{% endif %}}{TEMPLATES['chatml']}")
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(RefusedRow, match=words):
         reader(path).read(given)
 
 
@@ -172,7 +172,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox_nor_read_the_clock(tmp_path:
             "{{ range(10**9) | list }}",
         )
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedRow):
             reader(home(tmp_path / str(number), evil)).read(row(TALKS[0]))
 
 

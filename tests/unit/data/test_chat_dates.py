@@ -14,7 +14,7 @@ from transformers.utils import chat_template_utils
 
 from parallel3d.checkpoint.checkpoints import compared_with
 from parallel3d.checkpoint.manifest import Manifest
-from parallel3d.data.chat import ChatTemplate, Reader, Refused, find_chat, with_date
+from parallel3d.data.chat import ChatTemplate, Reader, RefusedRow, find_chat, with_date
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.same_text import facts_of
@@ -116,5 +116,5 @@ def test_without_a_date_the_remedy_is_a_key(tmp_path: Path) -> None:
         check_data(given, 200)
     check_data(chat(tmp_path, DATED["called"] + TURNS, chat_date="2026-11-29"), 200)
     tokenizer = open_tokenizer(str(given.tokenizer))
-    with pytest.raises(Refused, match=r"data\.chat_date=2026-11-29"):
+    with pytest.raises(RefusedRow, match=r"data\.chat_date=2026-11-29"):
         Reader(tokenizer, ChatTemplate(tokenizer)).read(row(TALKS[0]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import transformers
 
-from parallel3d.data.chat import ChatTemplate, Reader, Refused
+from parallel3d.data.chat import ChatTemplate, Reader, RefusedRow
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.tokenizer import FileTokenizer, open_tokenizer
@@ -151,7 +151,7 @@ def test_a_marker_that_is_no_end_is_refused_and_its_remedy_works(
     tmp_path: Path, template: str, marker: str, messages: list[Any]
 ) -> None:
     reader, tokenizer = made(tmp_path, template, (END,))
-    with pytest.raises(Refused, match=r"write .* into the generation_config.json") as caught:
+    with pytest.raises(RefusedRow, match=r"write .* into the generation_config.json") as caught:
         reader.read({"messages": messages})
     remedy = json.loads("{" + str(caught.value).split("write ")[1].split(" into")[0] + "}")
     assert remedy["eos_token_id"] == sorted({tokenizer.eot, tokenizer.special[marker]})
@@ -162,7 +162,7 @@ def test_a_marker_that_is_no_end_is_refused_and_its_remedy_works(
 def test_turns_without_any_end_are_refused(tmp_path: Path) -> None:
     bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + PROMPT
     bare = bare.replace("<|assistant|>", "assistant: ")
-    with pytest.raises(Refused, match=r"write \{\{ eos_token \}\}"):
+    with pytest.raises(RefusedRow, match=r"write \{\{ eos_token \}\}"):
         made(tmp_path, bare)[0].read({"messages": TWO})
     learned(tmp_path, bare.replace("}\n{", "}{{ eos_token }}\n{"), TWO)
     tags = "{% generation %}{{ m.content }}{% endgeneration %}"

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tokenizers import normalizers as norm
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from parallel3d.data.chat import ChatTemplate, Reader, Refused
+from parallel3d.data.chat import ChatTemplate, Reader, RefusedRow
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import END, TEXT, folder
@@ -207,7 +207,7 @@ def compared(path: Path, kind: str, with_turns: bool, rows: int, seed: int) -> t
         source = conversations(1000 * seed + number)
         for row, _ in zip(source, range(rows), strict=False):
             if name == "chatml" and not with_turns:
-                with pytest.raises(Refused, match="ends in no special token"):
+                with pytest.raises(RefusedRow, match="ends in no special token"):
                     ours.read(row)
                 continue
             found = ours.read(row)
@@ -287,7 +287,7 @@ def test_a_spelled_out_special_token_is_refused_if_it_is_a_piece_of_the_model(
     ours = reader(home(tmp_path, made("unigram", True), TEMPLATES["chatml"]))
     row = {"messages": [{"role": "assistant", "content": f"say {STOP} now"}]}
     with pytest.raises(
-        Refused, match=re.escape(f"spells out {STOP}, which its tokenizer turns into")
+        RefusedRow, match=re.escape(f"spells out {STOP}, which its tokenizer turns into")
     ):
         ours.read(row)
 
@@ -320,7 +320,7 @@ def test_a_row_with_the_private_characters_of_a_mark_keeps_them(tmp_path: Path) 
         words = open_tokenizer(str(tmp_path)).decode(found.tokens)
         assert words == f"assistant\n{content}\n"
     many = {"role": "user", "content": "".join(map(chr, range(0xE000, 0xF8FF)))}
-    with pytest.raises(Refused, match="nearly all of Unicode's private characters"):
+    with pytest.raises(RefusedRow, match="nearly all of Unicode's private characters"):
         ours.read({"messages": [many, {"role": "assistant", "content": "a"}]})
 
 
@@ -377,7 +377,7 @@ def test_tags_within_a_macro_are_found(tmp_path: Path) -> None:
     path = home(tmp_path / "a", made("byte_level", False), template.replace("TRIM", ""))
     assert said(reader(path).read(rows), path) == ["b", "Ġ", END]
     cut = template.replace("{{ eos_token }}", "").replace("TRIM", "| trim")
-    with pytest.raises(Refused, match=r"changes the text inside its .* tags"):
+    with pytest.raises(RefusedRow, match=r"changes the text inside its .* tags"):
         reader(home(tmp_path / "b", made("byte_level", False), cut)).read(rows)
 
 
@@ -401,7 +401,7 @@ def test_a_template_gets_the_same_variables_as_in_transformers(tmp_path: Path) -
 def test_half_of_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
     ours = reader(home(tmp_path, made("byte_level", True), TEMPLATES["chatml"]))
     for content in ("a\ud800", f"{STOP}\udc00"):
-        with pytest.raises(Refused, match="half of a surrogate pair"):
+        with pytest.raises(RefusedRow, match="half of a surrogate pair"):
             ours.read({"messages": [{"role": "assistant", "content": content}]})
 
 

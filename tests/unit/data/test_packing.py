@@ -15,7 +15,7 @@ import pytest
 
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.keys import DataConfig
-from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
+from parallel3d.data.packing import StreamPieces, best_fit, kept_plan, pieces_of
 from parallel3d.data.sampler import Sample
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
@@ -192,7 +192,7 @@ def test_one_of_several_processes_makes_the_plan(tmp_path: Path) -> None:
     made = multiprocessing.get_context("fork").Value("i", 0)
     begins = np.arange(0, 3000, 10)
 
-    def pieces() -> Pieces:
+    def pieces() -> StreamPieces:
         with made.get_lock():
             made.value += 1
         return pieces_of(begins, 3000, SEQ + 1)

@@ -22,7 +22,7 @@ from parallel3d.data.indexed import HEADER
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.same_text import facts_of
 from parallel3d.data.tokenizer import keep_tokenizer
-from parallel3d.data.tokens import Compared, compare, look_at, marks_of
+from parallel3d.data.tokens import TextComparison, compare, look_at, marks_of
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
@@ -74,7 +74,7 @@ def without_facts(data: DataConfig) -> DataConfig:
 def test_unchanged_files_are_not_reported(data: DataConfig) -> None:
     corpus = opened(data)
     assert look_at(corpus.files) == []
-    assert compare(opened(data).watched, marks_of(corpus.watched)) == Compared()
+    assert compare(opened(data).watched, marks_of(corpus.watched)) == TextComparison()
 
 
 def test_edit_outside_the_places_of_the_fingerprint_is_logged_under_a_run(
@@ -194,7 +194,7 @@ def test_a_moved_or_restored_pair_is_reported_once_and_not_refused(
     compared = compare(there, marks)
     assert compared.refusal is None  # their digest verifies the tokens
     assert compared.note.startswith(f"{data.path}.idx may have changed since the last checkp")
-    assert compare(there, marks_of(there)) == Compared()
+    assert compare(there, marks_of(there)) == TextComparison()
 
 
 def text(tmp_path: Path, **more: Any) -> DataConfig:
@@ -236,7 +236,7 @@ def test_a_changed_cache_file_ends_the_run_and_is_rebuilt(
         left.unlink()
     assert opened(data).fingerprint == fingerprint
     # Another file, whose content is verified.
-    assert compare(opened(data).watched, marks) == Compared()
+    assert compare(opened(data).watched, marks) == TextComparison()
 
 
 def test_a_cache_too_large_to_verify_is_compared_by_its_marks(
@@ -247,7 +247,7 @@ def test_a_cache_too_large_to_verify_is_compared_by_its_marks(
     corpus = opened(data)
     marks = marks_of(corpus.watched)
     (path,) = (tmp_path / "cache").glob("*.bin")
-    assert marks and compare(opened(data).watched, marks) == Compared()
+    assert marks and compare(opened(data).watched, marks) == TextComparison()
     touch(path)
     assert len(look_at(corpus.files)) == 1
     assert compare(opened(data).watched, marks).note.startswith(f"{path} may have changed")
@@ -285,16 +285,16 @@ def test_a_checkpoint_holds_the_marks_and_one_without_them_is_accepted(
     corpus = opened(without_facts(data))
     kept = manifest(corpus)
     assert json.loads(json.dumps(kept.data)) == kept.data
-    assert compared_with(kept, config, corpus) == Compared()
+    assert compared_with(kept, config, corpus) == TextComparison()
     edit(Path(f"{data.path}.bin"), FREE)
     again = opened(data)
     compared = compared_with(kept, config, again)
     assert compared.refusal is None and "may have changed" in compared.note
     old = dict(kept.data)
     del old["files"]
-    assert compared_with(manifest(corpus, **{"files": ""}), config, again) == Compared()
+    assert compared_with(manifest(corpus, **{"files": ""}), config, again) == TextComparison()
     old_manifest = Manifest(1, {"consumed_samples": 0}, kept.config, old, "", {}, ())
-    assert compared_with(old_manifest, config, again) == Compared()
+    assert compared_with(old_manifest, config, again) == TextComparison()
     edit(Path(f"{data.path}.bin"), 0)
     other = compared_with(old_manifest, config, opened(data)).refusal
     assert "cannot resume with another text" in other

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import transformers
 
-from parallel3d.data.chat import ChatTemplate, Conversation, Reader, Refused
+from parallel3d.data.chat import ChatTemplate, Conversation, Reader, RefusedRow
 from parallel3d.data.chat_rows import read_row
 from parallel3d.data.inputs import without_nulls
 from parallel3d.data.tokenizer import FileTokenizer, open_tokenizer
@@ -338,7 +338,7 @@ def test_a_row_is_read_with_its_meaning_or_refused(
             )
     expected = None if theirs is None else expected
     if expected is None:
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(RefusedRow) as caught:
             reader.read(read)
         assert "\n" not in str(caught.value)
         return
@@ -513,7 +513,7 @@ def test_a_row_without_a_known_meaning_is_refused(
     if not words:
         assert not reader.read(read).spoken.any()  # the writer refuses it
         return
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedRow) as caught:
         reader.read(read)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -524,7 +524,7 @@ def test_a_message_that_is_dropped_is_refused_with_its_role(
     homes: dict[str, Path], role: str
 ) -> None:
     read = row({"role": role, "content": "be brief"}, *TALK)
-    with pytest.raises(Refused, match=f"message 1 of role {role}, which its chat template does"):
+    with pytest.raises(RefusedRow, match=f"message 1 of role {role}, which its chat template does"):
         opened(homes["qwen2"])[0].read(read)
     assert opened(homes["chatml"])[0].read(read).spoken.any()
 
@@ -586,7 +586,7 @@ def test_words_after_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> No
         "{% endif %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(Refused, match=r"write .*generation_config.json") as caught:
+    with pytest.raises(RefusedRow, match=r"write .*generation_config.json") as caught:
         made_of(tmp_path, template).read(row(*TWO))
     remedy = str(caught.value).split("write ")[1].split(" into")[0]
     (tmp_path / "generation_config.json").write_text(f"{{{remedy}}}")
@@ -617,7 +617,7 @@ def test_thoughts_are_refused_if_the_template_only_has_an_option_of_that_name(
     tmp_path: Path,
 ) -> None:
     reader = made_of(tmp_path, "{% if thinking %}think{% endif %}" + CHATML)
-    with pytest.raises(Refused, match="shows no reasoning_content"):
+    with pytest.raises(RefusedRow, match="shows no reasoning_content"):
         reader.read(row(user("hi"), assistant("ho", reasoning_content="mm")))
 
 
@@ -671,7 +671,7 @@ CONVERTED: list[tuple[dict[str, Any], list[Any]]] = [
 def test_the_printed_command_makes_messages(
     tmp_path: Path, given: dict[str, Any], right: list[Any], is_list: bool
 ) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedRow) as caught:
         read_row(given)
     command = str(caught.value).split("`")[1]
     text = json.dumps([given] * 2, indent=1) if is_list else f"{json.dumps(given)}\n" * 2
@@ -685,5 +685,5 @@ def test_the_printed_command_makes_messages(
 
 
 def test_preferences_without_a_question_have_no_command() -> None:
-    with pytest.raises(Refused, match=r"are preferences, .*: write messages as a list"):
+    with pytest.raises(RefusedRow, match=r"are preferences, .*: write messages as a list"):
         read_row({"chosen": "a", "rejected": "b"})

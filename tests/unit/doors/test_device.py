@@ -28,7 +28,7 @@ from parallel3d.host.devices import (
     gpu_of_rank,
     shared_gpu,
 )
-from parallel3d.host.gpus import Answer, Gpu
+from parallel3d.host.gpus import Answer, VisibleGpu
 from parallel3d.library import init
 from parallel3d.run.launch import RankAssignment
 from parallel3d.run_config import Config
@@ -39,7 +39,7 @@ LISTED = (0, "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-4b)\n")
 NO_DRIVER = (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
 CARD = "sys/bus/pci/devices/0000:1b:00.0"
 NVIDIAS = {f"{CARD}/vendor": "0x10de\n", f"{CARD}/class": "0x030200\n"}
-TWO = tuple(Gpu(f"GPU-{i}", "AMD Instinct MI300X", units=304) for i in range(2))
+TWO = tuple(VisibleGpu(f"GPU-{i}", "AMD Instinct MI300X", units=304) for i in range(2))
 MAKES = "device=auto finds no GPU"
 
 

@@ -20,7 +20,7 @@ from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.metrics.loggers import resolve_mode, sync_command
 from parallel3d.metrics.wandb_ledger import (
     Ledger,
-    Row,
+    RowPosition,
     UnknownRows,
     begin,
     kept_id,
@@ -56,17 +56,22 @@ class Said(NamedTuple):
     """An output of W&B's tool and its meaning."""
 
     lines: tuple[bytes, ...]
-    taken: Row | str | None  # a text is a part of the refusing sentence
+    taken: RowPosition | str | None  # a text is a part of the refusing sentence
     size: int = 40000
 
 
 OUTPUTS = [
-    Said((RUN, record(1), record(2)), Row(2, False)),
-    Said((RUN, record(1), record(1, True)), Row(1, True)),
-    Said((RUN, b"\n", record(3), b'{"type": "stats"}\n'), Row(3, False)),
-    Said((b'{ "type" : "history", "history":{"item":{"step":4,"train/lr":1}}}',), Row(4, False)),
-    Said((b'{"history":{"item":{"train/lr":1,"step":5}},"type":"history"}',), Row(5, False)),
-    Said((RUN, b'{"type": "new kind"}\n', record(2)), Row(2, False)),
+    Said((RUN, record(1), record(2)), RowPosition(2, False)),
+    Said((RUN, record(1), record(1, True)), RowPosition(1, True)),
+    Said((RUN, b"\n", record(3), b'{"type": "stats"}\n'), RowPosition(3, False)),
+    Said(
+        (b'{ "type" : "history", "history":{"item":{"step":4,"train/lr":1}}}',),
+        RowPosition(4, False),
+    ),
+    Said(
+        (b'{"history":{"item":{"train/lr":1,"step":5}},"type":"history"}',), RowPosition(5, False)
+    ),
+    Said((RUN, b'{"type": "new kind"}\n', record(2)), RowPosition(2, False)),
     Said((RUN,), None),
     Said((), None, size=7),  # killed before its first block
     Said((), None, size=0),
@@ -97,7 +102,7 @@ def test_outputs_of_wandbs_tool_are_read_or_refused(tmp_path: Path, said: Said) 
 def session(
     run_dir: Path,
     config: Config,
-    last: Row | None,
+    last: RowPosition | None,
     first: int = 1,
     *,
     id: str | None = None,
@@ -144,18 +149,23 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
     [
         # last row, earlier keys, present keys, first step of this start, whether it stays one run
         # in W&B
-        (Row(246, False), config_of(), 201, True),  # the same rows again
-        (Row(246, False), config_of(lr=1e-4), 201, False),
-        (Row(246, False), config_of(batch=16), 201, False),
-        (Row(246, False), config_of(lr=1e-4), 247, True),  # no row is replaced
-        (Row(246, False), config_of(lr=1e-4), 246, False),
-        (Row(246, True), config_of(lr=1e-4), 246, False),
-        (Row(246, True), config_of(lr=1e-4), 247, True),
-        (Row(246, False), config_of(tp=2, dp=4), 201, True),  # another layout rounds differently
-        (Row(246, False), config_of(runs_dir="elsewhere"), 201, True),
+        (RowPosition(246, False), config_of(), 201, True),  # the same rows again
+        (RowPosition(246, False), config_of(lr=1e-4), 201, False),
+        (RowPosition(246, False), config_of(batch=16), 201, False),
+        (RowPosition(246, False), config_of(lr=1e-4), 247, True),  # no row is replaced
+        (RowPosition(246, False), config_of(lr=1e-4), 246, False),
+        (RowPosition(246, True), config_of(lr=1e-4), 246, False),
+        (RowPosition(246, True), config_of(lr=1e-4), 247, True),
+        (
+            RowPosition(246, False),
+            config_of(tp=2, dp=4),
+            201,
+            True,
+        ),  # another layout rounds differently
+        (RowPosition(246, False), config_of(runs_dir="elsewhere"), 201, True),
         # without a checkpoint it starts from step 1
-        (Row(246, False), config_of(seed=5), 1, False),
-        (Row(246, False), config_of(), 1, True),
+        (RowPosition(246, False), config_of(seed=5), 1, False),
+        (RowPosition(246, False), config_of(), 1, True),
         (None, config_of(lr=1e-4), 1, True),
     ],
 )
@@ -166,7 +176,7 @@ def test_rows_that_a_changed_resume_replaces(
     tool: Tool,
     id: str,
     killed: bool,
-    before: Row | None,
+    before: RowPosition | None,
     now: Config,
     first: int,
     continues: bool,
@@ -190,12 +200,14 @@ def test_keys_changed_and_restored_keep_earlier_rows(tmp_path: Path, tool: Tool)
     """Tests keys that change for one start and change back, which would replace other rows each
     time."""
     run_dir = tmp_path / "a"
-    ids = [session(run_dir, config_of(), Row(246, False), stamp="20260101_000000")]
-    ids += [session(run_dir, config_of(lr=1e-4), Row(230, False), 201, stamp="20260101_000001")]
-    ids += [session(run_dir, config_of(), Row(250, False), 201, stamp="20260101_000002")]
-    ids += [session(run_dir, config_of(), Row(300, False), 201, stamp="20260101_000003")]
+    ids = [session(run_dir, config_of(), RowPosition(246, False), stamp="20260101_000000")]
+    ids += [
+        session(run_dir, config_of(lr=1e-4), RowPosition(230, False), 201, stamp="20260101_000001")
+    ]
+    ids += [session(run_dir, config_of(), RowPosition(250, False), 201, stamp="20260101_000002")]
+    ids += [session(run_dir, config_of(), RowPosition(300, False), 201, stamp="20260101_000003")]
     assert len(set(ids[:3])) == 3 and ids[3] == ids[2]
-    assert begin(run_dir, 301, KEYS, {}).last == Row(300, False)
+    assert begin(run_dir, 301, KEYS, {}).last == RowPosition(300, False)
 
 
 @pytest.mark.parametrize(
@@ -232,14 +244,14 @@ def test_runs_of_one_shell_and_of_a_sweep_are_separate_runs(tmp_path: Path) -> N
 
 def test_a_copied_folder_is_a_separate_run(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    made = session(a, config_of(), Row(9, False))
+    made = session(a, config_of(), RowPosition(9, False))
     shutil.copytree(a, b)
     begun = begin(b, 10, KEYS, {})
     assert begun.id != made and begun.last is None
     assert f"this run is a copy of {a}, to which W&B's run {made}" in begun.lines[0]
-    assert begin(a, 10, KEYS, {}) == (made, Row(9, False), False, ())
-    assert session(b, config_of(), Row(12, False), 10, stamp="20260101_000001") == begun.id
-    assert begin(b, 13, KEYS, {}) == (begun.id, Row(12, False), False, ())
+    assert begin(a, 10, KEYS, {}) == (made, RowPosition(9, False), False, ())
+    assert session(b, config_of(), RowPosition(12, False), 10, stamp="20260101_000001") == begun.id
+    assert begin(b, 13, KEYS, {}) == (begun.id, RowPosition(12, False), False, ())
     assert name_of_id(b, begun.id) == "b" and name_of_id(b, "another") == "b-2"
     # The command for the copy does not upload the sessions of the other run again.
     newest = max((b / "wandb").iterdir())
@@ -250,9 +262,9 @@ def test_a_copied_folder_is_a_separate_run(tmp_path: Path) -> None:
 
 
 def test_a_moved_folder_keeps_its_run(tmp_path: Path) -> None:
-    made = session(tmp_path / "a", config_of(), Row(9, False))
+    made = session(tmp_path / "a", config_of(), RowPosition(9, False))
     (tmp_path / "a").rename(tmp_path / "b")
-    assert begin(tmp_path / "b", 10, KEYS, {}) == (made, Row(9, False), False, ())
+    assert begin(tmp_path / "b", 10, KEYS, {}) == (made, RowPosition(9, False), False, ())
     (tmp_path / "link").symlink_to(tmp_path / "b")
     assert begin(tmp_path / "link", 10, KEYS, {}).id == made
     session(tmp_path / "a", config_of(), None)  # another run took the old name
@@ -261,12 +273,12 @@ def test_a_moved_folder_keeps_its_run(tmp_path: Path) -> None:
 
 def test_two_copies_of_a_deleted_folder_are_two_runs(tmp_path: Path) -> None:
     a, b, c = (tmp_path / name for name in "abc")
-    made = session(a, config_of(), Row(9, False))
+    made = session(a, config_of(), RowPosition(9, False))
     shutil.copytree(a, b)
     a.rename(c)
     begun = begin(b, 10, KEYS, {})
     assert begun.id != made and f"a copy of {c}, to which" in begun.lines[0]
-    assert begin(c, 10, KEYS, {}) == (made, Row(9, False), False, ())
+    assert begin(c, 10, KEYS, {}) == (made, RowPosition(9, False), False, ())
 
 
 @pytest.mark.parametrize(
@@ -318,7 +330,7 @@ def test_sessions_from_before_ledgers(tmp_path: Path, tool: Tool) -> None:
         folder.mkdir(parents=True)
         (folder / "run-x.wandb").write_bytes(bytes(40000))
     tool({"20260102": [RUN, record(20)], "20260101": [record(10)], "20260103": [record(30)]})
-    assert last_row(tmp_path, "llama-8b-v2", []) == Row(20, False)
+    assert last_row(tmp_path, "llama-8b-v2", []) == RowPosition(20, False)
     assert begin(tmp_path, 15, KEYS, {}).id == "llama-8b-v2"
     assert begin(tmp_path, 15, KEYS, {}, changed=True).id != "llama-8b-v2"
 
@@ -328,7 +340,7 @@ def test_a_start_with_unknown_rows_becomes_a_separate_run(
     tmp_path: Path, tool: Tool, harm: str
 ) -> None:
     run_dir = tmp_path / "a"
-    made = session(run_dir, config_of(), Row(9, False), killed=True)
+    made = session(run_dir, config_of(), RowPosition(9, False), killed=True)
     (folder,) = run_dir.glob("wandb/*")
     tool({"a": [b"{}\n"] if harm == "output" else [record(9)]})
     if harm == "no folder":
@@ -343,14 +355,14 @@ def test_a_start_with_unknown_rows_becomes_a_separate_run(
 def test_a_session_that_ended_well_needs_no_file(tmp_path: Path) -> None:
     """Tests files as they are after `wandb sync --clean`."""
     run_dir = tmp_path / "a"
-    made = session(run_dir, config_of(), Row(9, True))
+    made = session(run_dir, config_of(), RowPosition(9, True))
     shutil.rmtree(run_dir / "wandb")
-    assert begin(run_dir, 10, KEYS, {}) == (made, Row(9, True), False, ())
+    assert begin(run_dir, 10, KEYS, {}) == (made, RowPosition(9, True), False, ())
 
 
 def test_torn_lines_of_a_ledger_are_left_out(tmp_path: Path) -> None:
-    made = session(tmp_path, config_of(), Row(9, False))
+    made = session(tmp_path, config_of(), RowPosition(9, False))
     with (tmp_path / "wandb.jsonl").open("a") as file:
         file.write('{"session": 1, "last_st\n[]\n{"session": 7}\n')
     (found,) = sessions_of(tmp_path)
-    assert (found.id, found.last, found.closed) == (made, Row(9, False), True)
+    assert (found.id, found.last, found.closed) == (made, RowPosition(9, False), True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.data.chat import Reader, Refused
+from parallel3d.data.chat import Reader, RefusedRow
 from parallel3d.errors import UserError
 from parallel3d.run.launcher_environment import detect
 from tests.chat_templates import home
@@ -106,7 +106,7 @@ def followed(row: Json, sentence: str) -> Iterator[Json]:
 def refusal(reader: Reader, row: Json) -> str | None:
     try:
         reader.read(row)
-    except Refused as error:
+    except RefusedRow as error:
         return str(error)
     return None
 

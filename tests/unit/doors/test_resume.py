@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from parallel3d.checkpoint.checkpoints import to_go
-from parallel3d.cli.continued import Given, continued
+from parallel3d.cli.continued import GivenKeys, continued
 from parallel3d.config.fields import with_values
 from parallel3d.config.length import Length, clock_of
 from parallel3d.errors import UserError
@@ -266,12 +266,12 @@ def test_a_resumed_run_keeps_its_source(
 ) -> None:
     there = check_config(Config(run="n1", init_from="old@175"), own_samples=True)
     here = with_values(Config(run="n1"), typed)
-    config, _ = continued(here, there, Given({*typed}, set()), None, has_begun=has_begun)
+    config, _ = continued(here, there, GivenKeys({*typed}, set()), None, has_begun=has_begun)
     assert config.init_from == taken
 
 
 def test_a_value_of_an_older_version_is_refused_unless_overridden() -> None:
-    there, given = Config(run="a"), Given(set(), set())
+    there, given = Config(run="a"), GivenKeys(set(), set())
     there.ddp.comm_hook = "powersgd"
     with pytest.raises(UserError) as refused:
         continued(Config(run="a"), there, given, None)
@@ -280,13 +280,13 @@ def test_a_value_of_an_older_version_is_refused_unless_overridden() -> None:
         "ddp.comm_hook; the nearest is ddp.comm_hook=bf16."
     )
     typed = with_values(Config(run="a"), {"ddp.comm_hook": "bf16"})
-    config, _ = continued(typed, there, Given({"ddp.comm_hook"}, set()), None)
+    config, _ = continued(typed, there, GivenKeys({"ddp.comm_hook"}, set()), None)
     assert config.ddp.comm_hook == "bf16"
 
 
 def test_a_copied_run_has_the_name_of_its_folder() -> None:
     there = check_config(Config(run="a", seed=5), own_samples=True)
-    config, line = continued(Config(run="b"), there, Given(set(), set()), None)
+    config, line = continued(Config(run="b"), there, GivenKeys(set(), set()), None)
     assert config.run == "b" and line is not None and line.startswith("run=b: values kept")
 
 

@@ -19,7 +19,7 @@ from parallel3d.estimate.fitted_cost import load_own, step
 from parallel3d.estimate.memory import bounded, load_that_fits, memories, memory_of, peak_memory
 from parallel3d.estimate.search import (
     LayoutChoice,
-    Priced,
+    PricedLayouts,
     best,
     configure,
     expert_sizes,
@@ -98,7 +98,7 @@ def test_an_ep_that_divides_nothing_is_refused(fixed: dict[str, int], said: str)
         searched(QWEN, fixed, 16)
 
 
-def everything(config: Config, choices: list[LayoutChoice], most: float) -> Priced:
+def everything(config: Config, choices: list[LayoutChoice], most: float) -> PricedLayouts:
     """Returns the layouts with the memory of each."""
     times = times_of(config, choices)
     return ranked(choices, times, memories(config, choices, 4 * GB), most)
@@ -116,7 +116,7 @@ def test_the_fastest_layouts_suffice_for_the_table(room: int) -> None:
     choices = list(layouts(sizes_of(QWEN), 16, 8, 64, fixed))
     most = room * GB
     unknown = np.full(len(choices), np.nan)
-    started = Priced(choices, times_of(QWEN, choices), unknown, np.array(False), [])
+    started = PricedLayouts(choices, times_of(QWEN, choices), unknown, np.array(False), [])
     some, every = bounded(QWEN, started, 4, most, 4 * GB), everything(QWEN, choices, most)
     assert best(some, 4) == best(every, 4)
     known = np.isfinite(some.memory)

@@ -18,7 +18,7 @@ from parallel3d.estimate.fitted_cost import ROW_FIELDS, StepWork, context_parall
 from parallel3d.estimate.search import (
     TIGHT,
     LayoutChoice,
-    Priced,
+    PricedLayouts,
     best,
     complexity,
     divisors,
@@ -38,12 +38,12 @@ ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, 
 SIZES = {name: float(getattr(ONE, name)) for name in ROW_FIELDS}
 
 
-def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) -> Priced:
+def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) -> PricedLayouts:
     times = step(works(choices, SIZES, batch), load())
     return ranked(choices, times, held, SIZES["memory_bytes"])
 
 
-def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) -> Priced:
+def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) -> PricedLayouts:
     """Prices layouts; memory comes from the initial guesses of the fitted formulas, and any other
     would do."""
     choices = choices or list(layouts(SIZES, gpus, 8, batch, {}))

@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.comm.operation_log import LoggedOperation
 from parallel3d.faults import hang
-from parallel3d.faults.hang import KEPT, Queued, read_flight_record
+from parallel3d.faults.hang import KEPT, QueuedOperation, read_flight_record
 
 NAMES = {"0": "default_pg", "7a": "dp", "3c": "pp"}
 RANKS = {"0": "[0, 1, 2, 3]", "7a": "[1, 3]", "3c": "[2, 3]"}
@@ -55,9 +55,9 @@ def test_groups_are_called_as_we_call_them() -> None:
         {},
     )
     assert queue == (
-        Queued(operation("dp", 4, "all_reduce", 8), True),
-        Queued(operation("world", 9, "all_gather_base", 2, 3), False),
-        Queued(operation("dp", 5, "all_reduce", 8), False),
+        QueuedOperation(operation("dp", 4, "all_reduce", 8), True),
+        QueuedOperation(operation("world", 9, "all_gather_base", 2, 3), False),
+        QueuedOperation(operation("dp", 5, "all_reduce", 8), False),
     )
     assert ranks == {"dp": (1, 3), "world": (0, 1, 2, 3), "pp": (2, 3)}
 
@@ -73,10 +73,10 @@ def test_messages_of_a_batch_share_the_state_of_the_batchs_entry() -> None:
         one["state"] = one["state"] if "coalesced" in one["profiling_name"] else "scheduled"
     queue, _ = read_flight_record(text(*batches), {})
     assert queue == (
-        Queued(operation("pp", 1, "send", 4, peer=2), True),
-        Queued(operation("pp", 1, "receive", 4, peer=2), True),
-        Queued(operation("pp", 2, "send", 4, peer=2), False),
-        Queued(operation("pp", 2, "receive", 4, peer=2), False),
+        QueuedOperation(operation("pp", 1, "send", 4, peer=2), True),
+        QueuedOperation(operation("pp", 1, "receive", 4, peer=2), True),
+        QueuedOperation(operation("pp", 2, "send", 4, peer=2), False),
+        QueuedOperation(operation("pp", 2, "receive", 4, peer=2), False),
     )
 
 

@@ -16,7 +16,7 @@ from parallel3d.comm.operation_log import (
     blocking,
     logged,
 )
-from parallel3d.faults.hang import Queued, RankState, diagnose, from_json, to_json
+from parallel3d.faults.hang import QueuedOperation, RankState, diagnose, from_json, to_json
 
 DP = {"dp": (0, 1, 2, 3)}
 
@@ -35,8 +35,8 @@ def state(
 ) -> RankState:
     """Returns a rank that waits in an operation; `done`: group → the number of its last one
     before."""
-    queue = tuple(Queued(operation(number, group), True) for group, number in done.items())
-    queue += () if waiting is None else (Queued(waiting, False),)
+    queue = tuple(QueuedOperation(operation(number, group), True) for group, number in done.items())
+    queue += () if waiting is None else (QueuedOperation(waiting, False),)
     ranks = more.pop("ranks", DP)
     return RankState(rank, f"rank {rank}", "train step 5", queue=queue, ranks=ranks, **more)
 

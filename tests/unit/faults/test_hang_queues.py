@@ -6,11 +6,11 @@ import json
 from dataclasses import replace
 
 from parallel3d.comm.operation_log import LoggedOperation
-from parallel3d.faults.hang import Queued, RankState, diagnose, from_json, to_json
+from parallel3d.faults.hang import QueuedOperation, RankState, diagnose, from_json, to_json
 from tests.unit.faults.test_hang import operation, state
 
 
-def on_device(rank: int, *queue: Queued, waits: bool = True, **more) -> RankState:
+def on_device(rank: int, *queue: QueuedOperation, waits: bool = True, **more) -> RankState:
     """Returns a rank whose host waits at the step's last read, for the world's sum, or with
     waits=False does not wait."""
     waiting = LoggedOperation("world", 12, "all_reduce", (4,), "torch.float64") if waits else None
@@ -18,12 +18,12 @@ def on_device(rank: int, *queue: Queued, waits: bool = True, **more) -> RankStat
     return state(rank, waiting, ranks=more.pop("ranks", groups), device_queue=queue, **more)
 
 
-def done(op: LoggedOperation) -> Queued:
-    return Queued(op, True)
+def done(op: LoggedOperation) -> QueuedOperation:
+    return QueuedOperation(op, True)
 
 
-def open_(op: LoggedOperation) -> Queued:
-    return Queued(op, False)
+def open_(op: LoggedOperation) -> QueuedOperation:
+    return QueuedOperation(op, False)
 
 
 LAST = operation(4, "world")
@@ -113,7 +113,7 @@ def test_rank_that_is_missing_in_a_ring_is_found_though_most_have_met_their_neig
     those."""
     ring = {"cp": (0, 1, 2, 3)}
 
-    def round_of(number: int, rank: int) -> tuple[Queued, Queued]:
+    def round_of(number: int, rank: int) -> tuple[QueuedOperation, QueuedOperation]:
         sent = LoggedOperation("cp", number, "send", (8,), "float32", (rank + 1) % 4)
         return open_(sent), open_(sent._replace(name="receive", peer=(rank - 1) % 4))
 
@@ -133,7 +133,7 @@ def test_rank_that_is_missing_in_a_ring_is_found_though_most_have_met_their_neig
 def test_message_of_a_batch_is_matched_by_the_peers_batch_not_by_a_later_one() -> None:
     """Stage 1 still waits for stage 0, which computes; its message to stage 2 is queued behind."""
 
-    def message(name: str, number: int, peer: int) -> Queued:
+    def message(name: str, number: int, peer: int) -> QueuedOperation:
         return open_(LoggedOperation("pp", number, name, (8,), "float32", peer))
 
     pp = {"pp": (0, 1, 2)}

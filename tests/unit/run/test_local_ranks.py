@@ -16,7 +16,7 @@ from parallel3d.run import local_workers
 from parallel3d.run import local_workers as local_ranks
 from parallel3d.run.failure import END_SIGNAL
 from parallel3d.run.launch import STOPPING, StopSignals, kept_handlers
-from parallel3d.run.local_workers import SIGNALS, LocalRanks, Stopped
+from parallel3d.run.local_workers import SIGNALS, LocalRanks, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_a_signal_ends_ranks_that_cannot_stop(tmp_path: Path) -> None:
         return sleep_for_long(rank, starts)
 
     ranks = LocalRanks(1, live)
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(StopSignal) as stopped:
         ranks.run(once_there(tmp_path / "there", signal.SIGTERM))
     assert stopped.value.signal == signal.SIGTERM
     assert ranks.ranks[0].exitcode == -END_SIGNAL
@@ -136,7 +136,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
         return sleep_for_long(rank, starts)
 
     ranks = LocalRanks(1, live, grace_s=0.2)
-    with pytest.raises(Stopped):
+    with pytest.raises(StopSignal):
         ranks.run(once_there(tmp_path / "there", signal.SIGTERM))
     assert ranks.is_late()
 

@@ -11,7 +11,7 @@ import pytest
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.run.failure import has_steps
 from parallel3d.run.launch import StopSignals, kept_handlers
-from parallel3d.run.local_workers import LocalRanks, Stopped
+from parallel3d.run.local_workers import LocalRanks, StopSignal
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -69,7 +69,7 @@ def test_launcher_has_its_ranks_save_before_they_end(launcher: LocalRanks) -> No
 def test_the_launcher_counts_only_interrupts(launcher: LocalRanks) -> None:
     launcher._ask_to_stop(TERM, None)
     launcher._ask_to_stop(INT, None)
-    with pytest.raises(Stopped):
+    with pytest.raises(StopSignal):
         launcher._ask_to_stop(INT, None)
     assert launcher.handed_on == [TERM, INT]
 
