@@ -105,7 +105,7 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
     if place is None:
         store = dist.HashStore()
     elif not place.local_world_size:
-        store = rendezvous(launch, None, place)
+        store = rendezvous(launch, None, place, LOG.warning)
         place = with_counted_ranks(store, place)
     ranks_here = 1 if place is None else place.local_world_size
     choice = choose_device(requested, ranks_here, launched=place is not None)
@@ -114,7 +114,7 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
     begin_on(choice.kind)
     device = torch.device(device_of_rank(choice.kind, 0 if place is None else place.local_rank))
     if place is not None:
-        store = rendezvous(launch, None, place) if store is None else store
+        store = rendezvous(launch, None, place, LOG.warning) if store is None else store
         _check_devices(store, place, device)
     make_current(device)
     if is_accelerator(device):

@@ -88,10 +88,18 @@ HINT_S = 30.0  # after this time a rank logs that it waits for rank 0
 CLEARED_KEY = "parallel3d/cleared"
 
 
-def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> PrefixStore:
+def rendezvous(
+    launch: LaunchConfig,
+    run: str | None,
+    place: RankAssignment,
+    say: Callable[[str], None] = print_line,
+) -> PrefixStore:
     """Connects to the store of rank 0 or of torchrun's agent, and returns it.
 
-    `run` is the name that the user gave the run, or None.
+    Args:
+        run: the name that the user gave the run, or None.
+        say: called with a sentence if this rank waits for long, or if the store listens on all
+            addresses.
 
     Raises UserError if rank 0's port is taken, and OtherStart if the store belongs to other ranks.
     """
@@ -102,10 +110,10 @@ def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> 
     agent_listens = keeps_store(os.environ)
     try:
         if place.rank == 0 and not agent_listens:
-            store = _listening_store(place, timeout)
+            store = _listening_store(place, timeout, say)
         else:
             if not agent_listens:
-                _wait_for_listener(place, launch.timeout_s)
+                _wait_for_listener(place, launch.timeout_s, say)
             store = dist.TCPStore(
                 place.master_addr,
                 place.master_port,
@@ -132,7 +140,7 @@ def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> 
     return own
 
 
-def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
+def _wait_for_listener(place: RankAssignment, seconds: float, say: Callable[[str], None]) -> None:
     """Waits until a process listens at rank 0's address; torch's wait would print its stack."""
     begin, hinted = time.monotonic(), place.local_rank > 0
     where = f"{place.master_addr}:{place.master_port}"
@@ -150,7 +158,7 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
                 f"0 is on another host, give {remedy}"
             )
         if waited > HINT_S and not hinted:
-            print_line(
+            say(
                 f"rank {place.rank} has waited {waited:.0f} s for rank 0 at {where} ({why}); if "
                 f"rank 0 is on another host, give {remedy}"
             )
@@ -219,7 +227,9 @@ def keeps_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _listening_store(place: RankAssignment, timeout: timedelta) -> TCPStore:
+def _listening_store(
+    place: RankAssignment, timeout: timedelta, say: Callable[[str], None] = print_line
+) -> TCPStore:
     """Opens rank 0's store, which listens on MASTER_ADDR if that is an address of this host.
 
     If not, the store listens on all addresses.
@@ -228,7 +238,7 @@ def _listening_store(place: RankAssignment, timeout: timedelta) -> TCPStore:
     loopback = one_host or is_loopback(place.master_addr)
     listening = listen_at(place.master_addr, place.master_port, loopback)
     if listening is None:
-        print_line(
+        say(
             f"MASTER_ADDR={place.master_addr} does not resolve to an address of this host that "
             "other hosts can reach: the ranks' store listens on all addresses of this host"
         )
