@@ -173,6 +173,28 @@ def test_a_storage_is_copied_once_and_parameters_never(pool: Pool) -> None:
     assert len(counts) > 5 and set(counts) == {1}
 
 
+def offloaded() -> list[int]:
+    """Returns how many layers are offloaded in a step of two micro-batches if all of them may be,
+    on a stage whose backward follows each forward."""
+    case = Case(LLAMA, microbatches=2, keys=(("offload_layers", [LLAMA.layers]),))
+    with tiny_slabs(), patch.object(offload, "OFFLOADED_BYTES", 1):
+        trainer = make_trainer(case, plain_groups(Layout()))
+        plain, sent = ActivationOffload.send, []
+
+        def send(self: ActivationOffload, layer: Any) -> None:
+            sent.append(len(layer.storages))
+            plain(self, layer)
+
+        with patch.object(ActivationOffload, "send", send):
+            trainer.train_step()
+    return sent
+
+
+def test_a_layer_whose_backward_is_next_is_not_offloaded(pool: Pool) -> None:
+    (sent,) = pool.run(1, offloaded)
+    assert len(sent) == 2 * (LLAMA.layers - 1) and min(sent) > 0
+
+
 # --- planted mistakes -------------------------------------------------------------------------
 
 
