@@ -253,7 +253,7 @@ def read_hf_config(folder: Path) -> HFFolder:
             f"from={folder} must be a folder with {CONFIG} and safetensors, written by "
             f"save_pretrained{_nearby(folder)}"
         )
-    has_images = config.get(TYPE) in WRAPPERS
+    has_images = str(config.get(TYPE)) in WRAPPERS
     alone = has_images and _has_text_alone(folder)
     wrapped = has_images and not alone
     try:
