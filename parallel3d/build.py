@@ -13,10 +13,10 @@ import torch
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.groups import two_levels
 from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import Interfaces, ProcessGroups, shards_and_replicas
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.comm.turns import Turns
 from parallel3d.data.loader import with_length
 from parallel3d.data.sampler import SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
@@ -137,11 +137,11 @@ def build(
     master_dtype = torch.promote_types(dtype, torch.float32)
     # Layers are created on the meta device; the engine initialises the parameters of this rank.
     initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
-    turns = Turns(device) if blueprint.pipeline.overlaps else None
+    overlap = BatchOverlap(device) if blueprint.pipeline.overlaps else None
     held = blueprint.stages_of(groups.pp.index)
     gathers = PendingGathers(timer)
     offload = ActivationOffload(device) if any(stage.offloaded for stage in held) else None
-    of_layers = groups.tp, groups.cp, groups.ep, turns, gathers, offload
+    of_layers = groups.tp, groups.cp, groups.ep, overlap, gathers, offload
     context = BuildContext.of_run(blueprint, initializer, *of_layers)
     stages = stages_of_rank(blueprint.model, held, context)
     freeze(stages, blueprint.frozen)
@@ -155,13 +155,13 @@ def build(
         dtype,
         groups,
         gathers,
-        before_reduction=(lambda: None) if turns is None else turns.join,
+        before_reduction=(lambda: None) if overlap is None else overlap.join,
     )
     if blueprint.compiles:
         compile_blocks(stages, saves_operands=schedule.splits_backward)
     optimizer = build_optimizer(blueprint, engine, groups, device)
     executor = build_executor(
-        blueprint, schedule, stages, engine, groups, device, launch, timer, turns, offload
+        blueprint, schedule, stages, engine, groups, device, launch, timer, overlap, offload
     )
     balance = expert_balance(blueprint, stages, groups)
     return stages, RankParts(
@@ -271,7 +271,7 @@ def build_executor(
     device: torch.device,
     launch: LaunchConfig,
     timer: StepTimer,
-    turns: Turns | None,
+    overlap: BatchOverlap | None,
     offload: ActivationOffload | None,
 ) -> Executor:
     """Creates the executor, and sets the baseline latencies of `timer`; collective."""
@@ -299,5 +299,5 @@ def build_executor(
         timer,
         offload=offload,
         without_backward=blueprint.stages_without_backward,
-        turns=turns,
+        overlap=overlap,
     )

@@ -143,8 +143,8 @@ class Plan:
         sizes: fields of `StepWork` that all layouts share.
         gpus: number of GPUs, or of ranks on a measured machine.
         reserve_gb: memory of a GPU that must stay free, in 1e9 bytes.
-        played: facts about memory from dry runs (`find_memory`), by layout and index along pp.
-        unplayed: a sentence on why fewer dry runs than requested were made, or "" if all were.
+        dry_runs: facts about memory from dry runs (`find_memory`), by layout and index along pp.
+        dry_run_note: why there are fewer dry runs than requested, as a sentence, or "" if there are all.
         load: tokens of the experts on the fullest rank, divided by the mean over ranks.
     """
 
@@ -153,8 +153,8 @@ class Plan:
     sizes: Mapping[str, float]
     gpus: int
     reserve_gb: float
-    played: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
-    unplayed: str = ""
+    dry_runs: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+    dry_run_note: str = ""
     load: float = 1.0
 
     @cached_property
@@ -222,7 +222,7 @@ class Plan:
 
     def by(self, index: int) -> str:
         """Returns the source of a layout's memory: DRY_RUN or BOUND."""
-        return DRY_RUN if index in self.played else BOUND
+        return DRY_RUN if index in self.dry_runs else BOUND
 
     def caution(self) -> str:
         """Returns caveats about the memory and the times, or "" if there are none."""
@@ -231,7 +231,7 @@ class Plan:
             said = scaled(read(file), file, self.config.model)
         else:
             said = TIMED if card_of(self.config)[0] in OWN_RATES else UNTIMED
-        return " ".join(filter(None, (self.unplayed, said)))
+        return " ".join(filter(None, (self.dry_run_note, said)))
 
     def of_load(self, index: int) -> float:
         """Returns the bytes that a load above 1 adds to the memory of a layout's fullest GPU."""
@@ -441,13 +441,13 @@ def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
 
     `used` is the memory of the fullest GPU and `memory` is that of a GPU, both in GB.
     """
-    played = plan.played.get(plan.rows[0], {})
+    dry_runs = plan.dry_runs.get(plan.rows[0], {})
     stages: dict[int, tuple[dict[str, float], str, str]] = {}
     for index in range(made.pp):
         if MOST_RANKS // 2 <= index < made.pp - MOST_RANKS // 2:
             continue
-        if index in played:
-            facts = played[index]
+        if index in dry_runs:
+            facts = dry_runs[index]
             held = {kind: facts.get(f"{kind}_bytes", 0.0) for kind in HELD}
             stages[index] = held, DRY_RUN, str(facts["peak_in"])
         else:
@@ -631,24 +631,24 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
     dry run begins after `seconds` seconds. Raises UserError if no row is left.
     """
     if importlib.util.find_spec("torch") is None:
-        return replace(found, unplayed=NO_TORCH)
+        return replace(found, dry_run_note=NO_TORCH)
     priced, most = found.priced, float(found.sizes["memory_bytes"])
-    played: dict[int, dict[int, Mapping[str, Any]]] = {}
+    dry_runs: dict[int, dict[int, Mapping[str, Any]]] = {}
     refused: UserError | None = None
     tell, began = progress(), time.monotonic()
-    while waiting := [i for i in best(priced, rows) if i not in played]:
+    while waiting := [i for i in best(priced, rows) if i not in dry_runs]:
         first = waiting[0]
         if time.monotonic() - began > seconds:
             said = (
                 f"Dry runs confirmed {rows - len(waiting)} of the first {rows} rows within a "
                 f"minute; plan.confirm={rows} on the command line sets no time limit."
             )
-            return replace(found, priced=priced, played=played, unplayed=said)
+            return replace(found, priced=priced, dry_runs=dry_runs, dry_run_note=said)
         tell(f"a dry run of {typed_keys(priced.choices[first])}")
         memory = np.array(priced.memory)
         try:
-            played[first] = play(found, priced.choices[first])
-            peak = max(rank["peak_bytes"] for rank in played[first].values())
+            dry_runs[first] = play(found, priced.choices[first])
+            peak = max(rank["peak_bytes"] for rank in dry_runs[first].values())
             memory[first] = peak + 1e9 * found.reserve_gb + found.of_load(first)
         except UserError as error:
             refused = refused or error
@@ -657,7 +657,7 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
         if np.isnan(memory).any():
             reserve = 1e9 * found.reserve_gb
             priced = bounded(found.config, priced, ROWS, most, reserve, found.load, tell)
-    found = replace(found, priced=priced, played=played)
+    found = replace(found, priced=priced, dry_runs=dry_runs)
     if not priced.order:
         raise refused or UserError(fits_nowhere(found, fixed))
     return found

@@ -189,8 +189,8 @@ class BucketedDataParallel:
         hook: reduces a bucket, or is None for a plain reduce-scatter (ZeRO) or all-reduce.
         values: returns the initial values of a parameter (see `build_buckets`).
         gathers: gets the all-gathers of stepped parameters, for which the layers wait.
-        before_reduction: called before a bucket is reduced. With `comm.turns` it makes the current
-            stream wait for those that add gradients.
+        before_reduction: called before a bucket is reduced. With `BatchOverlap` it makes the
+            current stream wait for those that add gradients.
 
     Attributes:
         segments: flat shards that this rank steps.

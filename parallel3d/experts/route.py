@@ -22,9 +22,9 @@ from torch import Tensor
 
 from parallel3d.blueprint.dispatch import GATHER, share_sent
 from parallel3d.comm import collectives
+from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.comm.turns import Turns
 from parallel3d.device.grouped import Groups
 from parallel3d.experts.rows import (
     HostCounts,
@@ -64,7 +64,7 @@ class TokenRoute(ABC):
     Args:
         experts: the number of experts in the layer, which the ranks of `ep` divide into equal
             consecutive parts.
-        turns: lets another micro-batch compute while tokens are in flight; None: there is no other.
+        overlap: lets another micro-batch compute while tokens are in flight; None without one.
 
     Attributes:
         experts: (n, k) int64, the experts of each token, best first; None before they are chosen.
@@ -73,10 +73,12 @@ class TokenRoute(ABC):
         rows: the order in which this rank's experts read their tokens; None before `run`.
     """
 
-    def __init__(self, experts: int, ep: Group = SINGLE, turns: Turns | None = None) -> None:
+    def __init__(
+        self, experts: int, ep: Group = SINGLE, overlap: BatchOverlap | None = None
+    ) -> None:
         self.local = experts // ep.size
         self.ep = ep
-        self.turns = turns
+        self.overlap = overlap
         self.experts: Tensor | None = None
         self.counts: Tensor | None = None
         self.rows: Rows | None = None
@@ -98,7 +100,7 @@ class TokenRoute(ABC):
         if self._pending is not None:
             self.rows, self._pending = self._pending.rows(), None
         assert self.rows is not None  # `start` was called
-        tokens, weights = self._sent(x, self.turns), self._sent(weights, None)
+        tokens, weights = self._sent(x, self.overlap), self._sent(weights, None)
         return self._returned(experts(tokens, weights, self.rows))
 
     @abstractmethod
@@ -106,7 +108,7 @@ class TokenRoute(ABC):
         """Counts the rows that the chosen `experts` (n, k) give to this rank's experts."""
 
     @abstractmethod
-    def _sent(self, x: Tensor, turns: Turns | None) -> Tensor:
+    def _sent(self, x: Tensor, overlap: BatchOverlap | None) -> Tensor:
         """Sends this rank's rows of x, (n, …), and returns those of the tokens received, (t, …)."""
 
     @abstractmethod
@@ -114,11 +116,11 @@ class TokenRoute(ABC):
         """Returns the results (t, …) to the tokens' ranks, and adds them up there: (n, …)."""
 
 
-def new_route(way: str, experts: int, ep: Group, turns: Turns | None) -> TokenRoute:
+def new_route(way: str, experts: int, ep: Group, overlap: BatchOverlap | None) -> TokenRoute:
     """Creates a route; `way`: how tokens travel between several ranks, gather or all_to_all."""
     if ep.size == 1:
-        return LocalRoute(experts, ep, turns)
-    return (GatherRoute if way == GATHER else AllToAllRoute)(experts, ep, turns)
+        return LocalRoute(experts, ep, overlap)
+    return (GatherRoute if way == GATHER else AllToAllRoute)(experts, ep, overlap)
 
 
 class LocalRoute(TokenRoute):
@@ -127,7 +129,7 @@ class LocalRoute(TokenRoute):
     def _counted(self, experts: Tensor, dtype: torch.dtype) -> PendingRows:
         return LocalRowCounts(experts, self.local, dtype)
 
-    def _sent(self, x: Tensor, turns: Turns | None) -> Tensor:
+    def _sent(self, x: Tensor, overlap: BatchOverlap | None) -> Tensor:
         return x
 
     def _returned(self, results: Tensor) -> Tensor:
@@ -141,11 +143,11 @@ class GatherRoute(TokenRoute):
         everyone = _local(collectives.all_gather(experts, self.ep), self.local, self.ep.index)
         return RowCounts(everyone, self.local, experts.numel())
 
-    def _sent(self, x: Tensor, turns: Turns | None) -> Tensor:
-        return _Gather.apply(x, self.ep, turns)
+    def _sent(self, x: Tensor, overlap: BatchOverlap | None) -> Tensor:
+        return _Gather.apply(x, self.ep, overlap)
 
     def _returned(self, results: Tensor) -> Tensor:
-        return _Scatter.apply(results, self.ep, self.turns)
+        return _Scatter.apply(results, self.ep, self.overlap)
 
 
 class AllToAllRoute(TokenRoute):
@@ -160,14 +162,14 @@ class AllToAllRoute(TokenRoute):
         """The messages to other ranks, which are known after `run` has waited for the counts."""
         return self._exchange.messages
 
-    def _sent(self, x: Tensor, turns: Turns | None) -> Tensor:
+    def _sent(self, x: Tensor, overlap: BatchOverlap | None) -> Tensor:
         to = self.messages
         taken = _Take.apply(x, to)
-        return _Exchange.apply(taken, turns, self.ep, to.given, to.taken, to.most)
+        return _Exchange.apply(taken, overlap, self.ep, to.given, to.taken, to.most)
 
     def _returned(self, results: Tensor) -> Tensor:
         to = self.messages
-        back = _Exchange.apply(results, self.turns, self.ep, to.taken, to.given, to.most)
+        back = _Exchange.apply(results, self.overlap, self.ep, to.taken, to.given, to.most)
         return _Sum.apply(back, to)
 
 
@@ -243,11 +245,11 @@ class RowExchange:
         return Rows.sorted_by(_local(chosen, self._local, ep.index), groups, groups.total)
 
 
-def _arrived(sending: tuple[Tensor, Work], turns: Turns | None) -> Tensor:
-    """Waits for data in flight and returns it; with `turns`, another micro-batch computes first."""
+def _arrived(sending: tuple[Tensor, Work], overlap: BatchOverlap | None) -> Tensor:
+    """Waits for data in flight and returns it; with `overlap`, another one computes first."""
     out, work = sending
-    if turns is not None:
-        turns.pass_on()
+    if overlap is not None:
+        overlap.yield_()
     work.wait()
     return out
 
@@ -262,29 +264,29 @@ class _Gather(torch.autograd.Function):
     """All-gathers (n, …) to (ep · n, …); the backward reduce-scatters the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, turns: Turns | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, overlap: BatchOverlap | None) -> Tensor:
         ctx.group = group
-        ctx.turns = turns
-        return _arrived(collectives.all_gather_async(x, group), turns)
+        ctx.overlap = overlap
+        return _arrived(collectives.all_gather_async(x, group), overlap)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sending = collectives.reduce_scatter_async(grad, ctx.group)
-        return _arrived(sending, ctx.turns), None, None
+        return _arrived(sending, ctx.overlap), None, None
 
 
 class _Scatter(torch.autograd.Function):
     """Reduce-scatters (ep · n, …) to (n, …); the backward all-gathers the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, turns: Turns | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, overlap: BatchOverlap | None) -> Tensor:
         ctx.group = group
-        ctx.turns = turns
-        return _arrived(collectives.reduce_scatter_async(x, group), turns)
+        ctx.overlap = overlap
+        return _arrived(collectives.reduce_scatter_async(x, group), overlap)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _arrived(collectives.all_gather_async(grad, ctx.group), ctx.turns), None, None
+        return _arrived(collectives.all_gather_async(grad, ctx.group), ctx.overlap), None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -294,20 +296,20 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        turns: Turns | None,
+        overlap: BatchOverlap | None,
         ep: Group,
         given: tuple[int, ...],
         taken: tuple[int, ...],
         most: int,
     ) -> Tensor:
-        ctx.turns = turns
+        ctx.overlap = overlap
         ctx.sizes = ep, taken, given, most
-        return _arrived(collectives.all_to_all_rows_async(x, ep, given, taken, most), turns)
+        return _arrived(collectives.all_to_all_rows_async(x, ep, given, taken, most), overlap)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sending = collectives.all_to_all_rows_async(grad, *ctx.sizes)
-        return _arrived(sending, ctx.turns), None, None, None, None, None
+        return _arrived(sending, ctx.overlap), None, None, None, None, None
 
 
 class _Take(torch.autograd.Function):

@@ -91,7 +91,7 @@ class MixtureOfExperts(nn.Module):
         self.tp = ctx.tp
         self.sp = ctx.sequence_parallel
         self.ep = ctx.ep
-        self.turns = ctx.turns
+        self.overlap = ctx.overlap
         self.total = model.num_experts
         self.way = chosen_way(ctx.dispatch, self.total, model.experts_per_token, ctx.ep.size)
         self.router = Router(layer, model, ctx.init, ctx.routing)
@@ -141,7 +141,7 @@ class MixtureOfExperts(nn.Module):
 
     def new_route(self) -> TokenRoute:
         """Returns a route for the tokens of one forward, on which nothing is decided yet."""
-        return new_route(self.way, self.total, self.ep, self.turns)
+        return new_route(self.way, self.total, self.ep, self.overlap)
 
     def of_shared(self, x: Tensor) -> Tensor | None:
         """Returns the shared expert's result, or None if the model has no shared expert."""

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.comm.turns import Turns
 from parallel3d.config.values import AUTO
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device.accelerator import is_on_accelerator
@@ -46,7 +46,7 @@ class BuildContext:
     ep: Group = SINGLE
     dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.route`)
     routing: str = "model"  # who chooses the experts of a token (`ExpertsConfig.routing`)
-    turns: Turns | None = None  # overlaps a forward with a backward, unless it is None
+    overlap: BatchOverlap | None = None  # overlaps a forward with a backward, unless it is None
     # Stages wait here before they read parameters, and move saved tensors to the host with this.
     gathers: PendingGathers = field(default_factory=PendingGathers)
     offload: ActivationOffload | None = None
@@ -59,7 +59,7 @@ class BuildContext:
         tp: Group,
         cp: Group = SINGLE,
         ep: Group = SINGLE,
-        turns: Turns | None = None,
+        overlap: BatchOverlap | None = None,
         gathers: PendingGathers | None = None,
         offload: ActivationOffload | None = None,
     ) -> BuildContext:
@@ -80,7 +80,7 @@ class BuildContext:
             ep=ep,
             dispatch=layer.dispatch,
             routing=blueprint.balance.routing,
-            turns=turns,
+            overlap=overlap,
             gathers=PendingGathers() if gathers is None else gathers,
             offload=offload,
         )

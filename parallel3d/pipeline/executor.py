@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.comm.turns import Turns
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.parameters.state import DeferredGradient, WeightGradients, state_of
@@ -203,7 +203,7 @@ class Executor:
             all of them on the device.
         without_backward: number of stages at the beginning of the pipeline with nothing to train.
             Their backwards are empty, and no rank sends or expects gradients for them.
-        turns: lets a forward and the backward after it take turns, if they belong to different
+        overlap: lets a forward and the backward after it take turns, if they belong to different
             micro-batches or chunks. If it is None, all computations run one after the other.
     """
 
@@ -218,9 +218,9 @@ class Executor:
         keeps_failures: bool = False,
         offload: ActivationOffload | None = None,
         without_backward: int = 0,
-        turns: Turns | None = None,
+        overlap: BatchOverlap | None = None,
     ) -> None:
-        self.turns = turns
+        self.overlap = overlap
         self.stages = stages
         self.route = route
         self.sends = sends
@@ -324,7 +324,7 @@ class Executor:
 
     def _in_turns(self, forward: Action, backward: Action | None) -> bool:
         """Returns whether a forward takes turns with the backward after it."""
-        if self.turns is None or backward is None:
+        if self.overlap is None or backward is None:
             return False
         return _place(backward) != _place(forward)
 
@@ -332,11 +332,11 @@ class Executor:
         self, forward: Action, backward: Action, batches: MicroBatches, loss_scale: Tensor | None
     ) -> Tensor | float:
         """Lets a forward and a backward take turns; the time of both counts as backward."""
-        assert self.turns is not None
+        assert self.overlap is not None
         losses: list[Tensor | float] = []
         name = self._name(forward, backward)
         with self.step_timer.within("backward", name), self._untimed():
-            self.turns.run(
+            self.overlap.run(
                 lambda: losses.append(self._forward(forward, batches, loss_scale, backward)),
                 partial(self._backward, backward, loss_scale),
             )
@@ -495,7 +495,7 @@ class Executor:
         with (
             self._computing("forward", step),
             nullcontext() if offload is None else offload.forward(_place(step), turns),
-            nullcontext() if self.turns is None else self.turns.on_stream_of(step.microbatch),
+            nullcontext() if self.overlap is None else self.overlap.on_stream_of(step.microbatch),
         ):
             ys = self._attempt(step, partial(self._outputs, step, xs, args))
         if ys is None:
@@ -545,8 +545,8 @@ class Executor:
                     differentiate()
             else:
                 differentiate()
-            if self.turns is not None:
-                self.turns.join()
+            if self.overlap is not None:
+                self.overlap.join()
         if stage > 0 and self._takes_gradient(stage - 1):
             # There are no gradients if the stage does not use its inputs or has failed.
             made = tuple(live.grads) or self.sends[stage - 1].zeros(self.device)

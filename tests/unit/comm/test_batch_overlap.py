@@ -8,19 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from parallel3d.comm.turns import Turns
+from parallel3d.comm.batch_overlap import BatchOverlap
 
 CPU = torch.device("cpu")
 
 
-def logged(turns: Turns, name: str, waits: int, log: list[str]) -> Callable[[], None]:
+def logged(overlap: BatchOverlap, name: str, waits: int, log: list[str]) -> Callable[[], None]:
     """Returns a computation that waits so many times for other ranks."""
 
     def compute() -> None:
         for step in range(waits + 1):
             log.append(f"{name}{step}")
             if step < waits:
-                turns.pass_on()
+                overlap.yield_()
 
     return compute
 
@@ -35,65 +35,65 @@ def logged(turns: Turns, name: str, waits: int, log: list[str]) -> Callable[[], 
     ],
 )
 def test_each_runs_until_it_waits(forward: int, backward: int, expected: str) -> None:
-    turns = Turns(CPU)
+    overlap = BatchOverlap(CPU)
     log: list[str] = []
     for _ in range(3):  # every pair of a step uses the same thread
-        turns.run(logged(turns, "F", forward, log), logged(turns, "B", backward, log))
+        overlap.run(logged(overlap, "F", forward, log), logged(overlap, "B", backward, log))
     assert log == 3 * expected.split()
 
 
 def test_a_computation_alone_does_not_wait() -> None:
-    turns = Turns(CPU)
-    turns.pass_on()
+    overlap = BatchOverlap(CPU)
+    overlap.yield_()
     log: list[str] = []
-    turns.run(logged(turns, "F", 1, log), logged(turns, "B", 0, log))
-    turns.pass_on()
+    overlap.run(logged(overlap, "F", 1, log), logged(overlap, "B", 0, log))
+    overlap.yield_()
     assert log == ["F0", "B0", "F1"]
 
 
 def test_another_thread_passes_on_for_the_side_that_it_computes_for() -> None:
     """On an accelerator a backward runs in a thread of autograd's."""
-    turns = Turns(CPU)
+    overlap = BatchOverlap(CPU)
     log: list[str] = []
 
     def backward() -> None:
-        engine = threading.Thread(target=logged(turns, "B", 2, log))
+        engine = threading.Thread(target=logged(overlap, "B", 2, log))
         engine.start()
         engine.join()
 
-    turns.run(logged(turns, "F", 2, log), backward)
+    overlap.run(logged(overlap, "F", 2, log), backward)
     assert log == ["F0", "B0", "F1", "B1", "F2", "B2"]
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 def test_an_exception_ends_the_other_one_where_it_would_wait(fails: str) -> None:
-    turns = Turns(CPU)
+    overlap = BatchOverlap(CPU)
     log: list[str] = []
 
     def failing() -> None:
-        turns.pass_on()
+        overlap.yield_()
         raise FileNotFoundError(fails)
 
-    sound = logged(turns, "S", 3, log)
+    sound = logged(overlap, "S", 3, log)
     both = (failing, sound) if fails == "forward" else (sound, failing)
     with pytest.raises(FileNotFoundError, match=fails):
-        turns.run(*both)
+        overlap.run(*both)
     assert log == (["S0"] if fails == "forward" else ["S0", "S1"])
-    turns.run(logged(turns, "F", 1, log), logged(turns, "B", 1, log))
+    overlap.run(logged(overlap, "F", 1, log), logged(overlap, "B", 1, log))
     assert log[-4:] == ["F0", "B0", "F1", "B1"]
 
 
 def test_an_interrupt_ends_both() -> None:
-    turns = Turns(CPU)
+    overlap = BatchOverlap(CPU)
     begun = threading.Event()
 
     def forward() -> None:
         begun.set()
-        turns.pass_on()
+        overlap.yield_()
 
     def interrupted() -> None:
         assert begun.wait(10)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        turns.run(forward, interrupted)
+        overlap.run(forward, interrupted)

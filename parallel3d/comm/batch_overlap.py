@@ -23,7 +23,7 @@ class OtherFailed(RuntimeError):
     """Raised in a computation if the one that takes turns with it has failed."""
 
 
-class Turns:
+class BatchOverlap:
     """Lets two computations of a rank take turns; on an accelerator each has its own stream.
 
     Autograd runs a backward on the stream of its forward, so successive micro-batches use the two
@@ -41,8 +41,8 @@ class Turns:
         self._turn = 0
         self._failed: BaseException | None = None  # the first exception of either computation
 
-    def pass_on(self) -> None:
-        """Lets the other computation run until it calls `pass_on` itself or ends.
+    def yield_(self) -> None:
+        """Lets the other computation run until it calls `yield_` itself or ends.
 
         Returns at once if no other computation runs. Autograd's own thread may call this too, for
         the computation whose turn it is. Raises OtherFailed if the other computation has failed,
@@ -63,7 +63,7 @@ class Turns:
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Lets both computations take turns; the forward begins, in a second thread.
 
-        An exception in either one ends the other at its next `pass_on`, and is raised here.
+        An exception in either one ends the other at its next `yield_`, and is raised here.
         """
         self._running = [0, 1]
         self._turn = 0
