@@ -341,10 +341,27 @@ def _not_read(word: str, schema: type[Config]) -> str:
         return _not_allowed(word, key)
     plain = value.strip("'\"")
     advice = f"a value with special characters is quoted twice, as {quoted_twice(left, plain)}"
-    if value.startswith("{"):
-        plain = value.replace('"', "").replace("'", "")
-        advice = f"names in braces have no quotes; the nearest is '{left}={plain}'"
+    takes_list = key is not None and (key.item is not None or key.meta["list_of"])
+    if value.startswith("{") or (takes_list and value.startswith("[")):
+        where = "braces have no quotes" if value.startswith("{") else "a list have no quotes"
+        advice = f"names in {where}; the nearest is '{left}={_in_brackets(value)}'"
     return f"{word} is not of the form KEY=VALUE; {advice}."
+
+
+def _in_brackets(value: str) -> str:
+    """Returns a value in brackets without quotes, empty items and open brackets."""
+    close, found, open_ones = {"{": "}", "[": "]"}, "", ""
+    for letter in value:
+        if letter in close:
+            open_ones = close[letter] + open_ones
+        elif letter in close.values():
+            if not open_ones.startswith(letter):
+                continue
+            found, open_ones = found.rstrip(", "), open_ones[1:]
+        elif letter in "\"'" or (letter == "," and found.rstrip()[-1:] in ("", ",", *close)):
+            continue
+        found += letter
+    return found.rstrip(", ") + open_ones
 
 
 def _wrong_preset(group: str, option: str, known: Sequence[str], word: str | None = None) -> str:

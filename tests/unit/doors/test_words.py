@@ -202,6 +202,10 @@ def test_a_name_twice_in_a_file_is_refused(tmp_path: Path) -> None:
 # Arguments of one command, and parts of the refusing sentence.
 REFUSED = [
     (["run=a", "tp=2", "run=b"], ["run=a and run=b", "given twice", "leave run=a out"]),
+    (["train.batch_schedule={0:4"], ["nearest is 'train.batch_schedule={0:4}'"]),
+    (['optim.groups={"layers.*":{lr_mult:0.5}'], ["is 'optim.groups={layers.*:{lr_mult:0.5}}'"]),
+    (["logger.tags=[a,,b]"], ["nearest is 'logger.tags=[a,b]'"]),
+    (["logger.tags=[a,b,"], ["nearest is 'logger.tags=[a,b]'"]),
     (["data.blend={a:1,a:2}"], ["a occurs twice in the same braces"]),
     (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 occurs twice"]),
     (["run=int(5)"], ["run is text", "'run=\"int(5)\"'"]),
