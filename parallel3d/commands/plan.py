@@ -144,7 +144,7 @@ class Plan:
         gpus: number of GPUs, or of ranks on a measured machine.
         reserve_gb: memory of a GPU that must stay free, in 1e9 bytes.
         dry_runs: facts about memory from dry runs (`find_memory`), by layout and index along pp.
-        dry_run_note: why there are fewer dry runs than requested, as a sentence, or "" if there are all.
+        dry_run_note: a sentence on why fewer dry runs than requested were made, or "" if all were.
         load: tokens of the experts on the fullest rank, divided by the mean over ranks.
     """
 
@@ -647,7 +647,7 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
         tell(f"a dry run of {typed_keys(priced.choices[first])}")
         memory = np.array(priced.memory)
         try:
-            dry_runs[first] = play(found, priced.choices[first])
+            dry_runs[first] = dry_run(found, priced.choices[first])
             peak = max(rank["peak_bytes"] for rank in dry_runs[first].values())
             memory[first] = peak + 1e9 * found.reserve_gb + found.of_load(first)
         except UserError as error:
@@ -663,7 +663,7 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
     return found
 
 
-def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
+def dry_run(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
     """Returns facts about the memory of a layout's fullest ranks from dry runs, by index along pp.
 
     The call enables the simulated device in this process. Raises UserError for a layout that a run

@@ -45,14 +45,14 @@ def plays(patch: pytest.MonkeyPatch, peaks: Peaks, usual: float = 50 * GB) -> li
     asked for."""
     asked: list[LayoutChoice] = []
 
-    def play(found: Plan, choice: LayoutChoice) -> dict[int, dict[str, Any]]:
+    def dry_run(found: Plan, choice: LayoutChoice) -> dict[int, dict[str, Any]]:
         asked.append(choice)
         peak = peaks.get(choice, usual)
         if isinstance(peak, UserError):
             raise peak
         return {0: {"peak_bytes": peak}}
 
-    patch.setattr(plan, "play", play)
+    patch.setattr(plan, "dry_run", dry_run)
     return asked
 
 
@@ -123,13 +123,13 @@ from parallel3d.cli.command_line import main
 from parallel3d.commands import plan
 from parallel3d.commands.dryrun import find_facts
 
-seen, real = [], plan.play
+seen, real = [], plan.dry_run
 
-def play(found, choice):
+def dry_run(found, choice):
     seen.append((found, choice, real(found, choice)))
     return seen[-1][-1]
 
-plan.play = play
+plan.dry_run = dry_run
 out = io.StringIO()
 with contextlib.redirect_stdout(out):
     code = main(["plan", *json.loads(sys.argv[1])])
