@@ -65,8 +65,8 @@ class ContextParallel:
 
     Attributes:
         style: "gather", "ring" or "heads".
-        keeps: whether the forward keeps the gathered tensors for the backward. A recomputed forward
-            does, because its backward follows at once.
+        keeps: whether the forward keeps the gathered tensors for the backward. A forward that is
+            recomputed keeps them, because its backward comes right after it.
         handle: a tensor that stands for this object in operators (see `device.fused.register`).
     """
 

@@ -56,7 +56,8 @@ def check_validation(
     if ema_decay is not None and "ema" in (data.blend or {}):
         raise UserError(
             "data.blend must have no part named ema if optim.ema_decay is set, because the "
-            "held-out loss of the averaged weights has that name; the nearest is ./ema."
+            "held-out loss of the averaged weights has that name; the nearest is ./ema, the same "
+            "path."
         )
     batches = train.eval_batches
     if train.eval_only and (run is None or batches == 0):

@@ -61,7 +61,7 @@ def operator(
 
     Args:
         inputs: the schema of the arguments that get a gradient.
-        where: the schema of the other arguments, tensors first.
+        where: the schema of the arguments without a gradient, with tensors before all others.
         run: returns the result for all arguments, or a tuple of the result and other tensors that
             the gradient needs.
         gradient: returns the gradients of the inputs, given the gradient of the result, the saved

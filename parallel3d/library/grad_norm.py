@@ -317,8 +317,8 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         raise UserError(
-            "sum_gradients_over(module) must have a parameter that requires a gradient; name the "
-            "module between the two layers"
+            "sum_gradients_over(module) must have a parameter that requires a gradient; pass the "
+            "module that sits between the two parallel layers"
         )
     for name, parameter in named:
         if id(parameter) in split:

@@ -398,7 +398,8 @@ def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ..
     there = {n.partition("/")[2] for n in shapes if n.partition("/")[0] == PARAMETER}
     for missing in sorted(of_all - there):
         raise UserError(
-            f"{path} has no {missing}, but must be of this model{nearest_hint(missing, there)}"
+            f"{path} does not belong to this model: {missing} is missing"
+            f"{nearest_hint(missing, there)}"
         )
     for more in sorted(there - of_all):
         raise UserError(
@@ -467,8 +468,9 @@ def _check_groups(
     for name, _, index in _named(net, optimizer):
         if group_of.get(name) != index:
             raise UserError(
-                f"{path} has {name} in parameter group {group_of.get(name)}, but must have it in "
-                f"{index} as in this optimizer; give the same groups"
+                f"{path}: {name} was in parameter group {group_of.get(name)} when it was saved, "
+                f"but is in group {index} of this optimizer; create the optimizer with the groups "
+                "of the saved one"
             )
 
 

@@ -26,7 +26,7 @@ class Copies:
 
     @property
     def is_first(self) -> bool:
-        """Returns whether this rank is the one that counts, sends or saves the run."""
+        """Returns whether this rank counts, sends and saves the run for all ranks that hold it."""
         return self.index == 0
 
 

@@ -249,7 +249,7 @@ def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
         'as in load({"model": net, "optimizer": optimizer}, checkpoint_id="runs/mine")',
         "load(step=7) must be a checkpoint in",
         "has parameter/0.weight of shape (3, 2), but must have it of shape (4, 2)",
-        "has no 2.bias, but must be of this model; the nearest is",
+        "does not belong to this model: 2.bias is missing; the nearest is",
         "has no b, which this state dict has",
         "was saved from an optimizer with 1 parameter groups, but this optimizer has 2",
         "No space left on device",
