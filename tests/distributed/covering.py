@@ -1,8 +1,8 @@
 """Finds few combinations of levels that hold every allowed pair of levels.
 
 A factor has levels: tensor parallelism has 1, 2 and 4 ranks, for example. A rule on a few factors
-forbids some of their combinations. `Cover` searches greedily, with the same result on every
-machine.
+forbids some of their combinations. `Cover` searches greedily, then replaces a few combinations at
+a time by cheaper ones, with the same result on every machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ Level = tuple[str, Any]  # a factor and one of its levels
 Pair = tuple[Level, Level]
 
 NODES = 20_000  # bound of one search, which ends after some dozens of steps
+AT_ONCE = (2, 3, 4, 6, 8)  # numbers of combinations that are replaced together
 
 
 class Rule(NamedTuple):
@@ -52,18 +53,18 @@ class Cover:
         factors: levels by factor.
         rules: conditions on combinations.
         cost: a number above 0, the seconds of a combination in some unit.
-        spine: levels that some combination must have together, whatever else it has.
         usual: levels that a combination has unless it is made for others.
         early: factors that are decided first, since most rules read them.
         rounded: levels that hide others: a combination with one shows its pairs with these alone.
         later: whether a pair may be left to the combinations that come after the first ones.
         tries: number of combinations that are compared before one is taken.
+        found: combinations to begin with.
+        first: how many of them, at the beginning, are to hold all pairs that are not `later`.
 
     Attributes:
-        found: the combinations.
-        first: how many of them, at the beginning, hold all pairs that are not `later`, and no
-            spine.
-        impossible: the pairs that break no rule, and that no combination holds.
+        found, first: as above; `fill` and `shrink` change them.
+        impossible: the pairs that break no rule on two factors, and that a search has found no
+            combination for.
     """
 
     def __init__(
@@ -72,12 +73,13 @@ class Cover:
         rules: Sequence[Rule],
         cost: Callable[[Levels], float],
         *,
-        spine: Sequence[Levels] = (),
         usual: Levels | None = None,
         early: Sequence[str] = (),
         rounded: Sequence[Level] = (),
         later: Callable[[Level, Level], bool] = lambda one, other: False,
         tries: int = 6,
+        found: Sequence[Levels] = (),
+        first: int = 0,
     ) -> None:
         self.factors, self.cost, self.tries = factors, cost, tries
         self.usual, self.early = dict(usual or {}), early
@@ -85,6 +87,9 @@ class Cover:
         self.bit = {level: 1 << index for index, level in enumerate(self.all)}
         self.of = {name: self.bits((name, v) for v in levels) for name, levels in factors.items()}
         self.rounded = self.bits(rounded)
+        self.later = {
+            one: self.bits([other for other in self.all if later(one, other)]) for one in self.all
+        }
         self.rules = rules
         # Factor → its rules on more than two factors; `excluded` holds the others.
         self.wide = {
@@ -98,15 +103,23 @@ class Cover:
             for level, excluded in self.excluded.items()
         }
         self.random = random.Random(0)
-        self.found: list[dict[str, Any]] = []
+        self.found = [dict(levels) for levels in found]
+        self.first = first
         self.impossible: list[Pair] = []
-        # Level → the levels that it is still to meet.
-        self.missing = {
-            one: others & ~self.bits([other for other in self.all if later(one, other)])
-            for one, others in self._unmet().items()
-        }
+        self.missing: dict[Level, int] = {}  # level → the levels that it is still to meet
+
+    def fill(self, spine: Sequence[Levels] = ()) -> None:
+        """Adds combinations until the first ones hold every pair that is not `later`, and all of
+        them every pair and the spine.
+
+        Args:
+            spine: levels that some combination must have together, whatever else it has.
+        """
+        rest, self.found = self.found[self.first :], self.found[: self.first]
+        self.missing = self._unmet(first=True)
         self._fill()
         self.first = len(self.found)
+        self.found += rest
         self.missing = self._unmet()
         for cell in spine:
             there = any(cell.items() <= levels.items() for levels in self.found)
@@ -114,13 +127,32 @@ class Cover:
                 raise ValueError(f"no combination has {dict(cell)}")
         self._fill()
 
+    def shrink(self, rounds: int) -> None:
+        """Replaces a few of the first combinations by others that hold the same pairs and cost
+        less, `rounds` times; those that come after them are dropped, for `fill` to find again."""
+        self.found = self.found[: self.first]
+        for _ in range(rounds):
+            before = self.found
+            out = {*self.random.sample(range(len(before)), k=self.random.choice(AT_ONCE))}
+            self.found = [levels for at, levels in enumerate(before) if at not in out]
+            self.first = len(self.found)
+            self.missing = self._unmet(first=True)
+            self._fill()
+            if sum(map(self.cost, self.found)) > sum(map(self.cost, before)):
+                self.found = before
+        self.first = len(self.found)
+
     def _fill(self) -> None:
         """Adds combinations until no pair is missing that a combination can hold."""
         while pair := self._next():
             if not self._add(dict(pair)):
-                self.impossible.append(pair)
-                for one, other in (pair, pair[::-1]):
-                    self.missing[one] &= ~self.bit[other]
+                self._exclude(pair)
+
+    def _exclude(self, pair: Pair) -> None:
+        """Notes that no combination holds a pair."""
+        self.impossible.append(pair)
+        for one, other in (pair, pair[::-1]):
+            self.missing[one] &= ~self.bit[other]
 
     def bits(self, levels: Iterator[Level] | Sequence[Level]) -> int:
         """Returns a set of levels as one number."""
@@ -134,15 +166,27 @@ class Cover:
             bit = self.bit[level]
             yield level, (every if bit & rounded or not rounded else rounded) & ~bit
 
-    def uncovered(self) -> list[Pair]:
-        """Returns the pairs that break no rule on two factors, are not impossible, and that no
-        combination holds."""
-        left = self._unmet()
-        return [(a, b) for a in self.all for b in self.all if left[a] & self.bit[b] and a < b]
+    def uncovered(self, first: bool = False) -> list[Pair]:
+        """Returns the pairs that a combination could hold, and that no combination holds, or none
+        of the first ones, whose pairs are those that are not `later`."""
+        self.missing, found = self._unmet(first), []
+        for one in self.all:
+            for other in self.all:
+                if one < other and self.missing[one] & self.bit[other]:
+                    pair = (one, other)
+                    if self._completed(dict(pair)) is None:
+                        self._exclude(pair)
+                    else:
+                        found.append(pair)
+        return found
 
-    def _unmet(self) -> dict[Level, int]:
+    def _unmet(self, first: bool = False) -> dict[Level, int]:
         """Returns level → the levels that it meets in no combination, although no rule on two
-        factors forbids the pair, and it is not known to be impossible."""
+        factors forbids the pair, and it is not known to be impossible.
+
+        Args:
+            first: whether to look at the first combinations and at the pairs that are not `later`.
+        """
         left = {
             level: self.bits(self.all) & ~self.of[level[0]] & ~self.excluded[level]
             for level in self.all
@@ -150,10 +194,10 @@ class Cover:
         for one, other in self.impossible:
             left[one] &= ~self.bit[other]
             left[other] &= ~self.bit[one]
-        for levels in self.found:
+        for levels in self.found[: self.first] if first else self.found:
             for level, others in self.met(levels):
                 left[level] &= ~others
-        return left
+        return {one: left[one] & ~self.later[one] for one in left} if first else left
 
     def _excluded(self) -> dict[Level, int]:
         found = dict.fromkeys(self.all, 0)

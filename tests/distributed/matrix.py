@@ -5,17 +5,22 @@ Bugs of parallel training occur where two features meet. `FACTORS` are the featu
 combinations of their levels, `case` makes a training of one level of each, and `chosen` returns few
 combinations that hold every allowed pair, in addition to the layouts and schedules of `SPINE`;
 `often` returns those that run for each change. A new dimension or feature is one more factor, with
-its rules and its lines in `case`.
+its rules, its lines in `case`, and the combinations that `--write` adds to `matrix.json`.
 
-    python -m tests.distributed.matrix      # the factors, the number of cases, what is uncovered
+    python -m tests.distributed.matrix               # the factors, the cases, what is uncovered
+    python -m tests.distributed.matrix --write       # adds the combinations that a change needs
+    python -m tests.distributed.matrix --write 500   # looks 500 times for fewer of them too
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any
 
 from parallel3d.blueprint.layout import Layout
@@ -453,6 +458,20 @@ LARGE = [
 ]
 
 
+# A variety of RoPE is another table of angles, one of windows another mask, one of a router another
+# number for each expert, and each is computed in one place. What cuts sequences or heads may meet
+# it, and so may the number of a layer in its stage, which is of chunks and stages; the rest hardly.
+VARIETIES = [
+    *(("positions", level) for level in FACTORS["positions"] if level not in ("rope", *UNROTATED)),
+    *(("layer types", level) for level in ("two of three", "nope", "nope in windows")),
+    *(("router", level) for level in ("unnormalised", "groups")),
+]
+ELSEWHERE = {
+    name
+    for subject in ("pipeline", "data parallelism", "memory", "optimizer", "computation")
+    for name in SUBJECTS[subject]
+    if name not in ("chunks", "stages")
+}
 # Two levels take four replicas, and so eight ranks with a factor of another dimension.
 TWO_LEVELS = (("copies", "several"), ("sums", "hierarchical"))
 ACROSS = ("tp", "pp", *SUBJECTS["pipeline"], *SUBJECTS["tensor parallelism"])
@@ -462,26 +481,71 @@ def is_later(one: Level, other: Level) -> bool:
     """Returns whether a pair need not be in the combinations of every change."""
     return any(
         (a in LARGE and b[0] not in (*SIZES, "ep"))
+        or (a in VARIETIES and b[0] in ELSEWHERE)
         or (a in TWO_LEVELS and b[0] in ACROSS and b[1] != FACTORS[b[0]][0])
         for a, b in ((one, other), (other, one))
     )
 
 
-@functools.cache
-def chosen() -> Cover:
-    """Returns the combinations; finding them takes seconds."""
+# The combinations are in a file, since finding few of them takes minutes: those of every change
+# first, a line each, without levels that are the default.
+ARRAY = Path(__file__).with_name("matrix.json")
+
+
+def searched(found: Sequence[Levels], first: int) -> Cover:
+    """Returns a search that begins with these combinations."""
     low = [("precision", level) for level in FACTORS["precision"] if level != "fp64"]
     return Cover(
         FACTORS,
         RULES,
         cost,
-        spine=SPINE,
         usual=EXACT,
         early=(*SIZES, "experts", "ep", "sp"),
         rounded=[*low, ("sums", "bf16")],
         later=is_later,
         tries=8,
+        found=found,
+        first=first,
     )
+
+
+@functools.cache
+def chosen() -> Cover:
+    """Returns the combinations of the file."""
+    lines = json.loads(ARRAY.read_text("utf-8"))
+    both = [
+        [{name: one.get(name, FACTORS[name][0]) for name in FACTORS} for one in lines[part]]
+        for part in ("first", "rest")
+    ]
+    return searched([*both[0], *both[1]], len(both[0]))
+
+
+def write(rounds: int) -> None:
+    """Makes the file anew: keeps its combinations that are still allowed, adds those that are
+    missing, and looks `rounds` times for fewer."""
+    known, first = (chosen().found, chosen().first) if ARRAY.exists() else ([], 0)
+    sound = [
+        allowed(levels) and all(levels[name] in FACTORS[name] for name in FACTORS)
+        for levels in known
+    ]
+    cover = searched(
+        [one for one, good in zip(known, sound, strict=True) if good], sum(sound[:first])
+    )
+    cover.fill()
+    if rounds:
+        cover.shrink(rounds)
+    cover.fill(SPINE)
+    parts = {"first": cover.found[: cover.first], "rest": cover.found[cover.first :]}
+    text = {
+        name: ",\n".join(
+            json.dumps({name: level for name, level in one.items() if level != FACTORS[name][0]})
+            for one in part
+        )
+        for name, part in parts.items()
+    }
+    lists = ",\n".join(f'"{name}": [\n{lines}\n]' for name, lines in text.items())
+    ARRAY.write_text("{\n" + lists + "\n}\n", "utf-8")
+    chosen.cache_clear()
 
 
 # Settings on which streams, events and the order of a communicator depend.
@@ -733,6 +797,7 @@ def problem(levels: Levels) -> Problem:
         there = "attention_output_norm" if levels["norm position"] == "after" else "input_norm"
         frozen = FIRST_FROZEN[layers > 1]
         optim["freeze"] = tuple(name.replace("input_norm", there) for name in frozen)
+        optim["clip_grad"] = min(optim["clip_grad"], 0.3)  # fewer gradients have a smaller norm
     if levels["treatment"] == "scheduled":  # its rates are lower in all steps but one
         optim["lr"] *= 2
     if levels["precision"] != "fp64":
@@ -849,14 +914,17 @@ def summary() -> str:
 def main() -> None:
     """Prints the factors, the excluded combinations, the number of cases, and the uncovered
     pairs."""
+    words = sys.argv[1:]
+    if words[:1] == ["--write"]:
+        write(int(words[1]) if words[1:] else 0)
     print(summary())
     print("\nLeft out, though the configuration allows it:")
     for rule in (*IDLE, *LEFT_OUT):
         print(f"- {rule.why} ({', '.join(rule.factors)})")
+    uncovered = chosen().uncovered()
     print("\nPairs that no combination holds:")
     for one, other in chosen().impossible:
         print("- {} {}, {} {}".format(*one, *other))
-    uncovered = chosen().uncovered()
     print(f"\nAllowed pairs that are uncovered: {uncovered or 'none'}")
 
 
