@@ -117,6 +117,13 @@ def test_verify_reads_every_byte(runs: Path, capsys: pytest.CaptureFixture[str])
     assert checkpoint(["verify", "run=mine", "step=10"]) == 0
 
 
+def test_a_new_run_does_not_take_the_name_of_its_source(runs: Path) -> None:
+    with pytest.raises(UserError, match="run=mine is the run itself"):
+        checkpoint(["branch", "mine@10", "run=mine"])
+    with pytest.raises(UserError, match="to=mine is the run itself"):
+        checkpoint(["average", "run=mine", "last=2", "to=mine"])
+
+
 def test_diff_names_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(runs / "mine", runs / "twin")
     assert checkpoint(["diff", "mine", "twin@20"]) == 0

@@ -97,6 +97,7 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
     """
     folder = folder_of(runs_dir, source)
     old = folder.parents[1]
+    _check_name("run", run, old.name)
     manifest, config = read_with_config(folder)
     data = _with_tokenizer(config.data, old, runs_dir / run)
     config = dataclasses.replace(config, run=run, runs_dir=str(runs_dir), data=data)
@@ -118,6 +119,14 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
         f"optim.lr_decay_style=wsd optim.wsd_decay_steps={steps}"
     )
     return 0
+
+
+def _check_name(key: str, new: str, old: str) -> None:
+    """Raises UserError if a new run would have the name of its source."""
+    if new == old:
+        raise UserError(
+            f"{key}={new} is the run itself, which is not changed: choose another {key}="
+        )
 
 
 def _with_tokenizer(data: DataConfig, old: Path, new: Path) -> DataConfig:
@@ -169,6 +178,7 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
             invalid.
     """
     old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
+    _check_name("to", to, run)
     _, config = read_with_config(folders[-1])
     data = _with_tokenizer(config.data, old, runs_dir / to)
     config = dataclasses.replace(config, run=to, runs_dir=str(runs_dir), data=data)
