@@ -19,6 +19,12 @@ from parallel3d.config.values import FREE, LAYOUT, REFUSED, REPORTED
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 
+# Keys of the model that may differ from the source of `init_from`, which determines all others.
+MAY_DIFFER = (
+    *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
+    *("init_std",),
+)
+
 
 class ConfigChange(NamedTuple):
     """Key whose value now differs from its value in the checkpoint."""
@@ -114,9 +120,13 @@ def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
     if not bad:
         return None
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    of_model = {c.key.removeprefix("model.") for c in bad if c.key.startswith("model.")}
+    source = f", with init_from={run} to begin from these weights"
+    if of_model - {*MAY_DIFFER}:
+        source = ""
     return (
         f"run={run} cannot resume with another configuration: "
-        f"{', '.join(map(str, bad[:3]))}{more}; choose another run="
+        f"{', '.join(map(str, bad[:3]))}{more}; choose another run={source}"
     )
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.checkpoint.identity import ConfigChange, changes
+from parallel3d.checkpoint.identity import MAY_DIFFER, ConfigChange, changes
 from parallel3d.checkpoint.manifest import (
     PARAMETER,
     DamagedCheckpoint,
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
 
 RATE = "moe.bias_update_rate"
-# Keys of the model that may differ from the source, which determines all other keys.
-MAY_DIFFER = (
-    *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
-    *("init_std",),
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,6 +94,16 @@ def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:
         assert reported(found) == []
 
 
+@pytest.mark.parametrize("key", ["seed", "model.seq_length", "model.hidden_size"])
+def test_a_refusal_names_the_start_that_keeps_the_weights(key: str) -> None:
+    new = Config(seed=7) if key == "seed" else Config(model=ModelConfig(**{key[6:]: 32}))
+    said = refusal("mine", changes(there(Config()), new)) or ""
+    assert "; choose another run=" in said
+    assert said.endswith("with init_from=mine to begin from these weights") == (
+        key[6:] != "hidden_size"
+    )
+
+
 def test_changes_of_a_blend_are_reported_as_they_were_given() -> None:
     old = json.loads(json.dumps(there(Config(data=DataConfig(blend_stages={90: {"a": 1}})))))
     new = DataConfig(blend={"a": 1}, blend_stages={90: {"a": 1}})
