@@ -50,7 +50,7 @@ INPUT = {
 }
 VERBS = {
     "tokenize": Verb(
-        "make a corpus, a pair of files in Megatron's format, from text; if killed, the same "
+        "make a corpus, Megatron's indexed dataset, from text; if killed, the same "
         "command resumes, and neither that nor the number of workers changes the corpus",
         {
             "input": INPUT["input"],

@@ -1,6 +1,6 @@
 """Samples documents to learn which tokens begin them, and which tokens end documents and turns.
 
-A pair made by another program names no tokenizer. The tokenizer that the user gives for the pair is
+An indexed dataset made by another program names no tokenizer. The one that the user gives for it is
 compared with sampled documents: with their first and last tokens, and with the tokens that it makes
 from their text.
 """
@@ -18,7 +18,7 @@ from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.tokenizer import FileTokenizer, Roles, Tokenizer, UnencodableText
 from parallel3d.errors import UserError
 
-PLACES = 4  # number of sampled places of a pair
+PLACES = 4  # number of sampled places of an indexed dataset
 RUN = 16  # number of sampled documents at each place
 FEW = PLACES * RUN
 HEAD = 96  # number of first tokens of a document that are compared
@@ -35,8 +35,10 @@ class BoundaryTokens(NamedTuple):
     sentences: tuple[str, ...] = ()
 
 
-def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) -> BoundaryTokens:
-    """Compares sampled documents of another program's pair with `tokenizer`.
+def look_at_dataset(
+    dataset: IndexedCorpus, tokenizer: Tokenizer, name: str | None
+) -> BoundaryTokens:
+    """Compares sampled documents of another program's dataset with `tokenizer`.
 
     Errors call the tokenizer `name`. Raises UserError if documents hold tokens that the tokenizer
     does not have, or if only some documents begin with the tokens that it puts before every text.
@@ -44,12 +46,12 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
     ends: Counter[int] = Counter()
     count = begun = inside = whole = same = 0
     bos, given = tokenizer.bos, f"data.tokenizer={show(name)}"
-    for number, tokens in _documents(pair):
+    for number, tokens in _documents(dataset):
         if int(tokens.max()) >= tokenizer.vocab_size or int(tokens.min()) < 0:
             odd = int(tokens.max() if int(tokens.min()) >= 0 else tokens.min())
             raise UserError(
-                f"{pair.named} has token {odd} in document {number:,}, but {given} has "
-                f"{tokenizer.vocab_size:,} tokens: give the tokenizer that made this pair"
+                f"{dataset.named} has token {odd} in document {number:,}, but {given} has "
+                f"{tokenizer.vocab_size:,} tokens: give the tokenizer that made this dataset"
             )
         count += 1
         ends[int(tokens[-1])] += 1
@@ -62,7 +64,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
     if begun and begun < count:
         assert isinstance(tokenizer, FileTokenizer)  # a byte tokenizer puts no tokens before a text
         raise UserError(
-            f"{pair.named}: {begun} of {count} sampled documents begin with "
+            f"{dataset.named}: {begun} of {count} sampled documents begin with "
             f"{tokenizer.spelled(bos)}, which {given} puts before every text: tokenize all "
             "documents in the same way, as parallel3d data tokenize does"
         )
@@ -72,30 +74,31 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
         if times == count and token in _enders(tokenizer) and token != tokenizer.eot
     )
     if ends[tokenizer.eot] < count:
-        sentences.append(_of_ends(pair, tokenizer, ends, count, bool(learned)))
+        sentences.append(_of_ends(dataset, tokenizer, ends, count, bool(learned)))
     if inside:
         eot = _spelled(tokenizer, tokenizer.eot)
         sentences.append(
-            f"{pair.named}: {inside} of {count} sampled documents contain the end-of-text token "
+            f"{dataset.named}: {inside} of {count} sampled documents contain the end-of-text token "
             f"{eot}: each is still one document, because the .idx defines the boundaries"
         )
     if whole and 2 * same < whole:
         sentences.append(
-            f"{pair.named}: {whole - same} of {whole} sampled documents differ from the tokens "
-            f"that {given} makes from their text: check that it made this pair"
+            f"{dataset.named}: {whole - same} of {whole} sampled documents differ from the tokens "
+            f"that {given} makes from their text: check that it made this dataset"
         )
     return BoundaryTokens(Roles(tuple(bos) if begun else (), learned), tuple(sentences))
 
 
 def _of_ends(
-    pair: IndexedCorpus, tokenizer: Tokenizer, ends: Counter[int], count: int, learned: bool
+    dataset: IndexedCorpus, tokenizer: Tokenizer, ends: Counter[int], count: int, learned: bool
 ) -> str:
     eot = _spelled(tokenizer, tokenizer.eot)
-    found = f"{pair.named}: {ends[tokenizer.eot]} of {count} sampled documents end in token {eot}"
+    ended = f"{ends[tokenizer.eot]} of {count} sampled documents end in token {eot}"
+    found = f"{dataset.named}: {ended}"
     token, times = ends.most_common(1)[0]
     if token != tokenizer.eot and 2 * times > count:
         found += f", {times} in token {_spelled(tokenizer, token)}"
-    then = "" if learned else "; a model trained on this pair will not learn to end a text"
+    then = "" if learned else "; a model trained on this dataset will not learn to end a text"
     return f"{found}: the .idx defines the boundaries of documents{then}"
 
 
@@ -111,19 +114,19 @@ def _enders(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset((*added, *tokenizer.ends))
 
 
-def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
+def _documents(dataset: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
     """Returns the number, first tokens and last token of each sampled non-empty document."""
-    if pair.documents <= FEW:
-        firsts, run = [0], pair.documents
+    if dataset.documents <= FEW:
+        firsts, run = [0], dataset.documents
     else:
-        firsts, run = [k * (pair.documents - RUN) // (PLACES - 1) for k in range(PLACES)], RUN
+        firsts, run = [k * (dataset.documents - RUN) // (PLACES - 1) for k in range(PLACES)], RUN
     found = []
     for first in firsts:
-        begins = pair.begins(first, first + run).tolist()
+        begins = dataset.begins(first, first + run).tolist()
         for number, (begin, end) in enumerate(pairwise(begins), first):
             if end > begin:
-                head = pair.tokens[begin : min(end, begin + HEAD)]
-                last = pair.tokens[end - 1 : end]
+                head = dataset.tokens[begin : min(end, begin + HEAD)]
+                last = dataset.tokens[end - 1 : end]
                 found.append((number, np.append(head[: end - 1 - begin], last)))
     return found
 
@@ -147,7 +150,7 @@ def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bo
 
 
 def look_at_turns(
-    pair: IndexedCorpus, tokenizer: FileTokenizer, spoken: int, token_of: int, named: str
+    dataset: IndexedCorpus, tokenizer: FileTokenizer, spoken: int, token_of: int, named: str
 ) -> BoundaryTokens:
     """Finds how the first conversations begin, and which tokens end their learned turns.
 
@@ -156,12 +159,12 @@ def look_at_turns(
         token_of: the bit mask that removes this mark.
         named: the conversations' name in sentences.
     """
-    marked = pair.tokens[: min(len(pair), LOOKED_AT)]
+    marked = dataset.tokens[: min(len(dataset), LOOKED_AT)]
     is_spoken = (marked & spoken) != 0
     after = np.append(is_spoken[1:], False)
     lasts = np.flatnonzero(is_spoken & ~after)
     tokens = marked & token_of
-    if len(marked) < len(pair) and is_spoken[-1]:
+    if len(marked) < len(dataset) and is_spoken[-1]:
         lasts = lasts[:-1]  # this turn may continue after the tokens read
     enders = _enders(tokenizer)
     ends = Counter[int]()
@@ -173,9 +176,9 @@ def look_at_turns(
     learned = tuple(
         sorted(t for t, n in ends.items() if t in enders and n >= USUAL * max(1, len(lasts)))
     )
-    begins = pair.begins(0, min(pair.documents, FEW))[:-1]
+    begins = dataset.begins(0, min(dataset.documents, FEW))[:-1]
     bos = tokenizer.bos
-    heads = [(pair.tokens[at : at + len(bos)] & token_of).tolist() for at in begins.tolist()]
+    heads = [(dataset.tokens[at : at + len(bos)] & token_of).tolist() for at in begins.tolist()]
     begin = tuple(bos) if bos and all(head == bos for head in heads) else ()
     sentences: tuple[str, ...] = ()
     if len(lasts) and not learned:

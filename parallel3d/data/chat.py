@@ -421,7 +421,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-# The token cache keeps a run's conversations as a .bin/.idx pair of marked tokens. A marked token
+# The token cache keeps a run's conversations as an indexed dataset of marked tokens. A marked token
 # is a token, plus SPOKEN if it is learned, so windows, packs and shuffles work as for documents.
 
 

@@ -43,7 +43,8 @@ def check_validation(
         if not (isinstance(path, str) and path):
             raise UserError(
                 f"data.valid gives {show(name)} the path {show(path)}, but must give the prefix "
-                f"of a pair or the path of a text, as in 'data.valid={{{name}:corpora/{name}}}'."
+                "of an indexed dataset or the path of a text, as in "
+                f"'data.valid={{{name}:corpora/{name}}}'."
             )
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]*\w[\w.-]*", name)):
             close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_.-") or "set"
@@ -78,7 +79,7 @@ PACKED = ("corpus", "blend")
 # The meaning of `data.path`, by the kind of source.
 PATHS = {
     "text": "a file, a folder or a glob, as in data.path=book.txt, or choose data=stdlib",
-    "corpus": "the prefix of a pair (its name without .bin and .idx), as in data.path=corpora/web",
+    "corpus": "the prefix of an indexed dataset (without .bin, .idx), as in data.path=corpora/web",
     "chat": "jsonl with one conversation per row, as in data.path=sft.jsonl",
 }
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.blend import BlendedSamples, StagedShares, WeightPeriod, whole_weights
-from parallel3d.data.boundary_tokens import BoundaryTokens, look_at_pair, look_at_turns
+from parallel3d.data.boundary_tokens import BoundaryTokens, look_at_dataset, look_at_turns
 from parallel3d.data.chat import (
     DTYPE,
     SPOKEN,
@@ -53,7 +53,7 @@ from parallel3d.data.sampler import DatasetOrder, Sampler, Sources, Starts
 from parallel3d.data.sources import (
     Document,
     cache_key,
-    cached_pair,
+    cached_dataset,
     cached_text,
     origin,
     take_documents,
@@ -109,7 +109,7 @@ class Corpus:
         documents: finds where documents begin, or None if they begin after each `eot`.
         plans: packing plans of `train` and `valid`, each None if the part is empty; None if the
             documents are not packed.
-        name: the prefix of a pair; "" for other texts.
+        name: the prefix of an indexed dataset; "" for other texts.
         named: the name of the corpus in errors.
         marked: whether the tokens carry the marks of `chat`.
         told: notes for the user about the corpus, one sentence each.
@@ -215,12 +215,12 @@ class Corpus:
         return ChatSamples(windows) if self.marked else windows
 
 
-def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+def _starts(dataset: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Returns where documents start in a part that starts at token `first`.
 
     This is a module-level function, because a closure could not be pickled.
     """
-    return pair.starts(first + begin, first + end) - first
+    return dataset.starts(first + begin, first + end) - first
 
 
 @dataclass(frozen=True)
@@ -346,8 +346,8 @@ def open_corpus(
 
     The end of each text is held out: the share `data.held_out`, and at least one sample of
     `seq_length` + 1 tokens, or one conversation, unless the share is 0. `vocab_size` is the size of
-    the model's vocabulary; all tokens of a pair must be below it. None stands for the tokenizer's
-    vocabulary. Raises UserError.
+    the model's vocabulary; all tokens of an indexed dataset must be below it. None stands for the
+    tokenizer's vocabulary. Raises UserError.
     """
     folder = cache.folder_of(data)
     if data.name in ("corpus", "blend"):
@@ -367,19 +367,19 @@ def open_corpus(
 def _open_text(data: DataConfig, seq_length: int, folder: Path, limit: int | None) -> Corpus:
     tokenizer, documents, _ = _find_text(data, seq_length)
     begin = tokenizer.bos if data.add_bos else []
-    pair, files, _ = cached_text(folder, documents, tokenizer, begin)
-    held_out = _held_out_tokens(len(pair), data, seq_length, origin(data))
+    dataset, files, _ = cached_text(folder, documents, tokenizer, begin)
+    held_out = _held_out_tokens(len(dataset), data, seq_length, origin(data))
     corpus = Corpus.of(
-        *(pair.tokens, held_out, tokenizer),
+        *(dataset.tokens, held_out, tokenizer),
         fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer or BYTE,
-        # With byte tokens, the documents of the pair are blocks of a text.
-        documents=None if isinstance(tokenizer, ByteTokenizer) else pair,
+        # With byte tokens, the documents of the dataset are blocks of a text.
+        documents=None if isinstance(tokenizer, ByteTokenizer) else dataset,
         taught=Roles(tuple(begin), ()),
         named=origin(data),
         files=files,
     )
-    return _within(corpus, pair, tokenizer, limit, "document")
+    return _within(corpus, dataset, tokenizer, limit, "document")
 
 
 def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
@@ -404,18 +404,18 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
     conversation unless this share is 0. Raises UserError if too many rows are not conversations.
     """
     chat = find_chat(data)
-    pair, files, facts = cached_pair(folder, chat.key, DTYPE, partial(write_chat, chat))
-    held_out = len(pair) if data.held_out else 0
+    dataset, files, facts = cached_dataset(folder, chat.key, DTYPE, partial(write_chat, chat))
+    held_out = len(dataset) if data.held_out else 0
     if 0.0 < data.held_out < 1.0:
-        if pair.documents < 2:
+        if dataset.documents < 2:
             raise UserError(
                 f"data.path={data.path} has one conversation, but needs one to train on and one to "
                 "hold out; give more conversations, or data.valid_fraction=0"
             )
-        wanted = len(pair) - max(1, int(len(pair) * data.held_out))
-        last = min(max(1, pair.document_from(wanted)), pair.documents - 1)
-        held_out = len(pair) - int(pair.begins(last, last)[0])
-    taught = look_at_turns(pair, chat.tokenizer, SPOKEN, TOKEN, origin(data))
+        wanted = len(dataset) - max(1, int(len(dataset) * data.held_out))
+        last = min(max(1, dataset.document_from(wanted)), dataset.documents - 1)
+        held_out = len(dataset) - int(dataset.begins(last, last)[0])
+    taught = look_at_turns(dataset, chat.tokenizer, SPOKEN, TOKEN, origin(data))
     told = [f"{origin(data)}: {line}" for line in facts.get("told", ())]
     if data.packing != "padded":
         see = "do not see each other" if data.masks_documents else "see each other"
@@ -424,10 +424,10 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
             f"(data.document_mask={show(data.masks_documents)})"
         )
     corpus = Corpus.of(
-        *(pair.tokens, held_out, chat.tokenizer),
+        *(dataset.tokens, held_out, chat.tokenizer),
         fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer,
-        documents=pair,
+        documents=dataset,
         named=origin(data),
         marked=True,
         told=(*told, *taught.sentences),
@@ -436,7 +436,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
     )
     if data.packing == "concat" and data.held_out < 1.0:
         _check_windows(corpus, seq_length)
-    return _within(corpus, pair, chat.tokenizer, limit, "conversation")
+    return _within(corpus, dataset, chat.tokenizer, limit, "conversation")
 
 
 def _check_windows(corpus: Corpus, seq_length: int) -> None:
@@ -487,9 +487,9 @@ def _held_out_tokens(tokens: int, data: DataConfig, seq_length: int, named: str)
 def _open_pairs(
     data: DataConfig, seq_length: int, folder: Path, limit: int | None
 ) -> Corpus | Blend:
-    """Opens the pair of `data`, or the pairs of its blend, without plans.
+    """Opens the dataset of `data`, or the datasets of its blend, without plans.
 
-    Time and memory do not grow with the size of a pair. Raises UserError.
+    Time and memory do not grow with the size of an indexed dataset. Raises UserError.
 
     Args:
         folder: the cache folder, which keeps blocks of remote files.
@@ -508,10 +508,10 @@ def _open_pairs(
 
         remote = BlockCache(folder / "blocks", int(data.block_cache_gb * 1e9))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pair needs two files and two plans
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a dataset has two files, two plans
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer)
     corpora = [
-        _open_pair(data, prefix, called, seq_length, limit, tokenizer, remote)
+        _open_dataset(data, prefix, called, seq_length, limit, tokenizer, remote)
         for prefix, called in named.items()
     ]
     if not weights:
@@ -551,7 +551,7 @@ def _check_alike(corpora: Sequence[Corpus]) -> None:
             )
 
 
-def _open_pair(
+def _open_dataset(
     data: DataConfig,
     prefix: str,
     named: str,
@@ -561,19 +561,19 @@ def _open_pair(
     remote: BlockCache | None,
 ) -> Corpus:
     if remote is not None and is_remote(prefix):
-        pair = IndexedCorpus(prefix, named, remote.opened)
-        index = pair.index
+        dataset = IndexedCorpus(prefix, named, remote.opened)
+        index = dataset.index
         assert not isinstance(index, IOBase)
         index.check()  # the index may have been replaced before the .bin was opened
         kept = facts_beside(prefix, remote.read)
     else:
-        pair = IndexedCorpus(prefix, named)
-        kept = facts_beside(pair.prefix)
-    facts, name = _facts(data, pair, tokenizer, kept)
+        dataset = IndexedCorpus(prefix, named)
+        kept = facts_beside(dataset.prefix)
+    facts, name = _facts(data, dataset, tokenizer, kept)
     taught = BoundaryTokens(Roles(facts.begin, ()))
     if kept is None:
         assert tokenizer is not None  # `_facts` ensures this
-        taught = look_at_pair(pair, tokenizer, name)
+        taught = look_at_dataset(dataset, tokenizer, name)
     size, texts = facts.vocab_size, dict[int, str]()
     if limit is not None and size > limit:
         if name is None or open_tokenizer(name).vocab_size < size:
@@ -587,17 +587,17 @@ def _open_pair(
             raise UserError(f"{named}: {error}") from None
         taught = taught._replace(sentences=(*taught.sentences, *beyond))
         size, texts = limit, beyond_table(open_tokenizer(name), limit)
-    split = len(pair) - _held_out_tokens(len(pair), data, seq_length, named)
-    tokens = pair.tokens.below(size if limit is None else limit, named, texts)
-    fingerprint, files = _watched(pair, tokens, facts.digest)
+    split = len(dataset) - _held_out_tokens(len(dataset), data, seq_length, named)
+    tokens = dataset.tokens.below(size if limit is None else limit, named, texts)
+    fingerprint, files = _watched(dataset, tokens, facts.digest)
     return Corpus(
-        *(tokens.part(0, split), tokens.part(split, len(pair))),
+        *(tokens.part(0, split), tokens.part(split, len(dataset))),
         fingerprint=fingerprint,
         vocab_size=size,
         eot=facts.eot,
         tokenizer=facts.tokenizer,
         tokenizer_name=name,
-        documents=pair,
+        documents=dataset,
         name=prefix,
         named=named,
         told=taught.sentences,
@@ -612,81 +612,81 @@ def is_remote(prefix: str) -> bool:
 
 
 def _facts(
-    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
+    data: DataConfig, dataset: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
 ) -> tuple[CorpusFacts, str | None]:
-    """Returns facts about a pair, and the location of its tokenizer (None if unknown).
+    """Returns facts about an indexed dataset, and the location of its tokenizer (None if unknown).
 
     Raises UserError.
     """
     if kept is None:
         if tokenizer is None:
             raise UserError(
-                f"{pair.named} has no {pair.prefix}.json that names its tokenizer: give "
+                f"{dataset.named} has no {dataset.prefix}.json that names its tokenizer: give "
                 "data.tokenizer, for example data.tokenizer=my/tokenizer.json"
             )
         own = tokenizer.digest, None, tokenizer.vocab_size, tokenizer.eot
-        return CorpusFacts(*own, pair.documents, len(pair), digest=""), data.tokenizer
-    if (kept.documents, kept.tokens) != (pair.documents, len(pair)):
+        return CorpusFacts(*own, dataset.documents, len(dataset), digest=""), data.tokenizer
+    if (kept.documents, kept.tokens) != (dataset.documents, len(dataset)):
         raise UserError(
-            f"{pair.named} cannot be read, because {pair.prefix}.json belongs to another pair: it "
-            f"has {kept.documents:,} documents and {kept.tokens:,} tokens, but the .idx "
-            f"has {pair.documents:,} and {len(pair):,}; make the pair again"
+            f"{dataset.named} cannot be read, because {dataset.prefix}.json belongs to "
+            f"another dataset: it has {kept.documents:,} documents and {kept.tokens:,} tokens, but "
+            f"the .idx has {dataset.documents:,} and {len(dataset):,}; make the dataset again"
         )
     if tokenizer is not None and tokenizer.digest != kept.tokenizer:
         raise UserError(
-            f"{pair.named} was made with another tokenizer than data.tokenizer="
+            f"{dataset.named} was made with another tokenizer than data.tokenizer="
             f"{show(data.tokenizer)}: their digests are {kept.tokenizer[:12]} and "
             f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own tokenizer"
         )
     known = tokenizer or (ByteTokenizer() if kept.tokenizer == BYTE else None)
     if known is not None and known.eot != kept.eot:
         raise UserError(
-            f"{pair.named} cannot be read, because {pair.prefix}.json has eot={kept.eot}, but its "
-            f"tokenizer has {known.eot}; make the pair again"
+            f"{dataset.named} cannot be read, because {dataset.prefix}.json has eot={kept.eot}, "
+            f"but its tokenizer has {known.eot}; make the dataset again"
         )
-    beside = tokenizer_beside(pair.prefix, kept)
+    beside = tokenizer_beside(dataset.prefix, kept)
     there = beside if beside == BYTE or os.path.lexists(beside) else None
     return kept, there if data.tokenizer is None else data.tokenizer
 
 
 def _watched(
-    pair: IndexedCorpus, tokens: Tokens, text: str
+    dataset: IndexedCorpus, tokens: Tokens, text: str
 ) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
-    """Returns a pair's fingerprint, and its files.
+    """Returns an indexed dataset's fingerprint, and its files.
 
     The files' marks are taken before the fingerprint is computed, so that no change goes unnoticed.
     """
 
-    fingerprint, index = "", pair.index
+    fingerprint, index = "", dataset.index
     remedy = (
-        "restore the pair that the run began with and start again (`parallel3d data show "
-        f"{pair.prefix}` reads all of it), or choose another run="
+        "restore the dataset that the run began with and start again (`parallel3d data show "
+        f"{dataset.prefix}` reads all of it), or choose another run="
     )
 
     def proof(file: File) -> Proof:
-        if _fingerprint(pair, tokens, text) != fingerprint:
+        if _fingerprint(dataset, tokens, text) != fingerprint:
             return Proof.CHANGED
         if file is tokens.file:
             return prove(file, text or None)
         if size_of(file) <= PROVED:
-            pair.check_all()
+            dataset.check_all()
         return Proof.SAMPLED
 
     files = (
         WatchedFile(tokens.file, partial(proof, tokens.file), remedy),
         WatchedFile(index, partial(proof, index), remedy),
     )
-    fingerprint = _fingerprint(pair, tokens, text)
+    fingerprint = _fingerprint(dataset, tokens, text)
     return fingerprint, files
 
 
-def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
-    """Returns a digest of a pair's sizes and samples, and of the .bin's digest `text` if known."""
+def _fingerprint(dataset: IndexedCorpus, tokens: Tokens, text: str) -> str:
+    """Returns a digest of a dataset's sizes and samples, and of its .bin's digest, if known."""
     digest = hashlib.blake2b(digest_size=16)
-    sizes = [str(pair.dtype), len(pair), pair.documents, pair.sequences, text]
+    sizes = [str(dataset.dtype), len(dataset), dataset.documents, dataset.sequences, text]
     digest.update(json.dumps(sizes).encode())
     for place in range(_PLACES):
-        for stream in (tokens, pair.lengths):
+        for stream in (tokens, dataset.lengths):
             at = place * max(0, len(stream) - _RUN) // (_PLACES - 1)
             digest.update(stream[at : at + _RUN].tobytes())
     return digest.hexdigest()
@@ -705,9 +705,9 @@ def check_data(
 
     The launcher calls this function before workers start, so it reads only the first bytes of text
     files, writes nothing and does not import torch. It counts only byte tokens and the tokens of
-    pairs. Returns sentences on how the files of folders are read, and on parts of a blend that a
-    run of `samples` samples would repeat often. Raises UserError, even for a tokenizer that does
-    not fit a model of `vocab_size` tokens.
+    indexed datasets. Returns sentences on how the files of folders are read, and on parts of a
+    blend that a run of `samples` samples would repeat often. Raises UserError, even for a tokenizer
+    that does not fit a model of `vocab_size` tokens.
     """
     folder, limit = cache.folder_of(data), vocab_size or TOKEN
     if data.name in ("corpus", "blend"):
@@ -748,7 +748,7 @@ def _check_table(vocab_size: int, model: ModelConfig, name: str | None) -> None:
 
 
 def _within(
-    corpus: Corpus, pair: IndexedCorpus, tokenizer: Tokenizer, limit: int | None, each: str
+    corpus: Corpus, dataset: IndexedCorpus, tokenizer: Tokenizer, limit: int | None, each: str
 ) -> Corpus:
     """Returns a corpus whose tokens are below `limit`, the size of the model's vocabulary.
 
@@ -758,13 +758,13 @@ def _within(
     if limit is None or tokenizer.vocab_size <= limit:
         return corpus
     check_vocabulary(tokenizer, limit)
-    for first in range(0, len(pair), _LOOKED_AT):
-        tokens = pair.tokens[first : min(first + _LOOKED_AT, len(pair))]
+    for first in range(0, len(dataset), _LOOKED_AT):
+        tokens = dataset.tokens[first : min(first + _LOOKED_AT, len(dataset))]
         tokens = tokens & TOKEN if corpus.marked else tokens
         odd = np.flatnonzero(tokens >= limit)
         if odd.size:
             at = first + int(odd[0])
-            number = pair.document_from(at + 1)
+            number = dataset.document_from(at + 1)
             where = f"{corpus.named}: {each} {number:,}"
             check_tokens([int(tokens[odd[0]])], tokenizer, limit, where)
     return dataclasses.replace(corpus, vocab_size=limit)
@@ -840,8 +840,8 @@ def _plan_key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -
     part, first = corpus.part(held_out), len(corpus.train) if held_out else 0
     if not len(part):
         return ""
-    # A fingerprint only samples places of a pair, but a plan depends on the whole pair, so the
-    # files' marks count, too.
+    # A fingerprint only samples places of an indexed dataset, but a plan depends on all of it, so
+    # the files' marks count, too.
     stream = [corpus.fingerprint, marks_of(corpus.watched), first, len(part), corpus.marked]
     return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
@@ -889,8 +889,8 @@ def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) 
 def sets_of(data: DataConfig) -> dict[str, DataConfig]:
     """Returns a `data` section for each validation set, whose text is all held out.
 
-    A set is either a pair, given by its prefix or one of its files, or other files, which hold
-    conversations if data=chat and text otherwise. Raises UserError for anything else.
+    A set is either an indexed dataset, given by its prefix or one of its files, or other files,
+    which hold conversations if data=chat and text otherwise. Raises UserError for anything else.
     """
     found = {}
     for name, path in (data.valid or {}).items():
@@ -904,9 +904,10 @@ def sets_of(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def _prefix_of(path: str) -> str | None:
-    """Returns the prefix of the pair that a path names, or None if the path names no pair.
+    """Returns the prefix of the indexed dataset that a path names, or None if it names none.
 
-    Raises UserError for the address of a file outside a pair, and for a folder of pairs.
+    Raises UserError for the address of a file outside an indexed dataset, and for a folder of
+    indexed datasets.
     """
     bare, end = os.path.splitext(path)
     local = os.path.expanduser(path)
@@ -917,7 +918,7 @@ def _prefix_of(path: str) -> str | None:
         # A prefix may end in a language or in any other word.
         if form is not None and (form.kind != TEXT or form.packed or ends[0] in PROSE):
             raise UserError(
-                f"{path} is the address of a {form} file, but only pairs are read from "
+                f"{path} is the address of a {form} file, but only indexed datasets are read from "
                 "addresses: copy it to this host, or make a corpus of it with `parallel3d data "
                 "tokenize`"
             )
@@ -927,11 +928,12 @@ def _prefix_of(path: str) -> str | None:
     if end in (".bin", ".idx") and os.path.exists(f"{os.path.splitext(local)[0]}.idx"):
         return bare
     if os.path.isdir(local):
-        pairs = sorted(each[:-4] for each in os.listdir(local) if each.endswith(".idx"))
-        if pairs:
+        datasets = sorted(each[:-4] for each in os.listdir(local) if each.endswith(".idx"))
+        if datasets:
             raise UserError(
-                f"{path} is a folder of pairs ({', '.join(pairs[:3])}{' …' if pairs[3:] else ''}):"
-                f" give each as a set of its own, such as {os.path.join(path, pairs[0])}"
+                f"{path} is a folder of indexed datasets ({', '.join(datasets[:3])}"
+                f"{' …' if datasets[3:] else ''}): give each as a set of its own, such as "
+                f"{os.path.join(path, datasets[0])}"
             )
     return None
 

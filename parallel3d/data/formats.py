@@ -182,12 +182,12 @@ def named(name: str, typed: str | None = None) -> Form | None:
 def read_by(rules: InputRules) -> str:
     """Returns the words for what is read from a place where users name files."""
     text = f", text from {' '.join(PROSE)}, code and names without an ending"
-    pairs = ", and pairs of .bin and .idx with data=corpus"
+    datasets = ", and indexed datasets (.bin and .idx) with data=corpus"
     if TEXT not in rules.kinds:
-        text = pairs = ""
+        text = datasets = ""
     return (
         f"rows are read from {' '.join(ROWS_ENDS)}{text}, all but parquet also as "
-        f"{' '.join(dict.fromkeys(PACKED.values()))}{pairs}"
+        f"{' '.join(dict.fromkeys(PACKED.values()))}{datasets}"
     )
 
 

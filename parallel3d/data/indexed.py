@@ -1,4 +1,4 @@
-"""Reads and writes Megatron indexed datasets, here called pairs.
+"""Reads and writes Megatron's indexed datasets.
 
 `<prefix>.bin` has the tokens, and `<prefix>.idx` the starts of documents.
 
@@ -47,7 +47,7 @@ _AROUND = 64  # number of documents that one step of a search reads
 
 
 def opened(path: str, named: str) -> FileIO:
-    """Opens the regular file at `path` to read, unbuffered; errors call the pair `named`.
+    """Opens the regular file at `path` to read, unbuffered; errors call the dataset `named`.
 
     Raises UserError.
     """
@@ -55,16 +55,16 @@ def opened(path: str, named: str) -> FileIO:
         file = LocalFile(path, opener=_no_wait)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{named} does not exist (there is no {path}): give the prefix of a pair, its name "
-            "without .bin and .idx"
+            f"{named} does not exist (there is no {path}): give the prefix of an indexed "
+            "dataset, its name without .bin and .idx"
         ) from None
     except OSError as error:
         raise UserError(
-            f"{named} cannot be read ({path}: {error.strerror}): give a pair that you may read"
+            f"{named} cannot be read ({path}: {error.strerror}): check the dataset's permissions"
         ) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise UserError(f"{named} cannot be read ({path} is not a regular file): give a pair")
+        raise UserError(f"{named} cannot be read ({path} is not a regular file): give a dataset")
     return file
 
 
@@ -73,7 +73,7 @@ def _no_wait(path: str, flags: int) -> int:
 
 
 class IndexedCorpus:
-    """A pair as one stream of tokens in document order, which is read on demand.
+    """An indexed dataset as one stream of tokens in document order, which is read on demand.
 
     The files are not mapped into memory, because mapped pages that were read would count as this
     process's memory. A corpus may be pickled: the other process opens the files again. `lengths`
@@ -86,16 +86,16 @@ class IndexedCorpus:
         named: str | None = None,
         opened: Callable[[str, str], File] = opened,
     ) -> None:
-        """Opens the pair at `prefix`, and checks it in time and memory that do not grow with it.
+        """Opens the dataset at `prefix`, and checks it in time and memory that do not grow with it.
 
         Checks the header, the files' sizes, and the documents: all of a small index, and some
         evenly spaced ones of a larger one. Raises UserError for a file that is missing, cut short
-        or not of a pair of tokens, and for an index that does not fit the .bin.
+        or not of an indexed dataset of tokens, and for an index that does not fit the .bin.
 
         Args:
-            named: the pair's name in errors, such as `data.path=corpora/web`; by default, the
+            named: the dataset's name in errors, such as `data.path=corpora/web`; by default, the
                 prefix.
-            opened: opens a file, given its path and the pair's name in errors.
+            opened: opens a file, given its path and the dataset's name in errors.
         """
         self.prefix = prefix = os.path.expanduser(os.fspath(prefix))
         self.named = named = named or prefix
@@ -111,7 +111,7 @@ class IndexedCorpus:
         if more:
             raise UserError(
                 f"{named} cannot be read, because {index.name} has {more:,} bytes more than an "
-                "index of text: pairs with modes (images) are not supported"
+                "index of text: indexed datasets with modes (images) are not supported"
             )
         last = int(self._pointers[self.sequences - 1 :][0]) // self.dtype.itemsize
         self._count = last + int(self.lengths[self.sequences - 1 :][0])
@@ -211,7 +211,7 @@ class IndexedCorpus:
     def damaged(self, what: str) -> UserError:
         return UserError(
             f"{self.named} cannot be read, because {self.index.name} does not match its .bin: "
-            f"{what}; make the pair again"
+            f"{what}; make the dataset again"
         )
 
 
@@ -232,7 +232,7 @@ def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
             f"{named} holds no tokens: its type code {code} is not one of Megatron's integer types"
         )
     if not sequences or ends < 2:
-        raise UserError(f"{named} holds no documents: give a pair that holds text")
+        raise UserError(f"{named} holds no documents: give an indexed dataset that holds text")
     return TYPES[code], sequences, ends - 1
 
 
@@ -242,7 +242,7 @@ def _bytes_beyond(file: File, needed: int, named: str) -> int:
     if size < needed:
         raise UserError(
             f"{named} is cut short: {file.name} has {size:,} bytes but needs {needed:,}; copy the "
-            "pair again"
+            "dataset again"
         )
     return size - needed
 
@@ -270,10 +270,10 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Writes a pair, document after document; `close` moves the complete pair into place.
+    """Writes an indexed dataset, document after document; `close` moves it into place.
 
-    The pair replaces an older one. Memory does not grow with the pair, because lengths go to a
-    temporary file. A `with` block that raises leaves no files.
+    The dataset replaces an older one. Memory does not grow with the dataset, because lengths go to
+    a temporary file. A `with` block that raises leaves no files.
     """
 
     def __init__(
@@ -284,13 +284,13 @@ class IndexedWriter:
         documents: int = 0,
         tokens: int = 0,
     ) -> None:
-        """Begins the pair at `prefix`, or continues an earlier writer's temporary files.
+        """Begins the dataset at `prefix`, or continues an earlier writer's temporary files.
 
         Raises UserError for temporary files that are too short, and ValueError for a `dtype` that
         is not one of Megatron's integers (see `token_type`).
 
         Args:
-            partial: prefix of the temporary files, or None for a random one next to the pair.
+            partial: prefix of the temporary files, or None for a random one next to the dataset.
             documents, tokens: the numbers that the earlier writer flushed.
         """
         self.prefix = os.path.expanduser(os.fspath(prefix))
@@ -370,7 +370,7 @@ class IndexedWriter:
             os.fsync(index.fileno())
 
     def close(self) -> None:
-        """Flushes the pair to the disk and renames it, the index last. Raises OSError."""
+        """Flushes the dataset to the disk and renames it, the index last. Raises OSError."""
         try:
             self.flush()
             self.write_index()
@@ -449,7 +449,7 @@ class CorpusFacts(NamedTuple):
 def facts_beside(
     prefix: str | os.PathLike[str], read: Callable[[str], bytes] | None = None
 ) -> CorpusFacts | None:
-    """Reads `<prefix>.json`; returns None if it is missing, as for pairs of other programs.
+    """Reads `<prefix>.json`; returns None if it is missing, as for datasets of other programs.
 
     `read` returns the content of a remote file by its name, and raises OSError or ValueError; None
     stands for local files. Raises UserError.

@@ -24,8 +24,8 @@ class DataConfig:
     )
     path: str | None = key(
         None,
-        "text, chat: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx "
-        "pair",
+        "text, chat: file, folder or glob, several joined by commas; corpus: prefix of an "
+        "indexed dataset (.bin and .idx)",
         holds=Path,
     )
     blend: Any = key(
@@ -100,8 +100,8 @@ class DataConfig:
     )
     valid: Any = key(
         None,
-        "validation sets by name, such as {web:corpora/web,code:code.txt}: prefixes of pairs, or "
-        "text as in data.path; each has a loss of its own",
+        "validation sets by name, such as {web:corpora/web,code:code.txt}: prefixes of indexed "
+        "datasets, or text as in data.path; each has a loss of its own",
         holds=dict[str, Path],
         tried=({"web": "corpora/web"},),
     )

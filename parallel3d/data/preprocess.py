@@ -63,7 +63,7 @@ from parallel3d.host.processes import die_with_parent
 FLUSH_BYTES, FLUSH_S = 64 << 20, 10
 JOURNAL = "journal.json"
 # The name of each file in the folder, by its final suffix. Files are renamed in this order: the
-# index is the last, because it completes the pair.
+# index is the last, because it completes the dataset.
 PARTS = {
     ".tokenizer": "tokenizer",
     ".json": "facts.json",

@@ -164,18 +164,18 @@ class BlockFile:
             }
         except FileNotFoundError:
             raise UserError(
-                f"{named} does not exist: no file at {address}; give the prefix of a pair, its "
-                "name without .bin and .idx"
+                f"{named} does not exist: no file at {address}; give the prefix of an indexed "
+                "dataset, its name without .bin and .idx"
             ) from None
         except Exception as error:  # each file system of fsspec raises errors of its own
             raise UserError(
-                f"{named}: {address} cannot be read ({first_line(error)}); give a pair that this "
-                "host can reach"
+                f"{named}: {address} cannot be read ({first_line(error)}); give a dataset that "
+                "this host can reach"
             ) from error
         if len(self._version) == 1:
             raise UserError(
                 f"{named}: {address} cannot be read safely: its server gives neither an ETag "
-                "nor a modification time, so a change would go unnoticed; copy the pair to this "
+                "nor a modification time, so a change would go unnoticed; copy the dataset to this "
                 "host"
             )
         self.mark = (

@@ -340,17 +340,17 @@ def _why_missing(path: str) -> str:
     return f"the nearest is {near}" if near else f"{os.path.dirname(wrong)} has nothing like it"
 
 
-# The tokens of a text, kept as a pair in the token cache
+# The tokens of a text, kept as an indexed dataset in the token cache
 
 
 _VERSION = 3
 _BLOCK = 4 << 20  # bytes
 
 
-class CachedPair(NamedTuple):
-    """A pair in the token cache, with its files .bin and .idx and its builder's facts."""
+class CachedDataset(NamedTuple):
+    """An indexed dataset in the token cache, with its two files and its builder's facts."""
 
-    pair: IndexedCorpus
+    dataset: IndexedCorpus
     files: tuple[WatchedFile, ...]
     facts: dict[str, Any]
 
@@ -370,12 +370,12 @@ def cache_key(
 
 def cached_text(
     folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, begin: Sequence[int] = ()
-) -> CachedPair:
+) -> CachedDataset:
     """Returns the tokens of `documents` from the cache in `folder`.
 
     Each text follows the tokens `begin` and ends with an end-of-text token. With byte tokens, only
-    end-of-text tokens separate texts, since the documents of the pair are blocks of texts. Raises
-    UserError if the folder or a document cannot be used.
+    end-of-text tokens separate texts, since the documents of the dataset are blocks of texts.
+    Raises UserError if the folder or a document cannot be used.
     """
 
     def build(writer: IndexedWriter) -> dict[str, Any]:
@@ -405,28 +405,28 @@ def cached_text(
         return {}
 
     key, dtype = cache_key(documents, tokenizer, begin), token_type(tokenizer.vocab_size)
-    return cached_pair(folder, key, dtype, build)
+    return cached_dataset(folder, key, dtype, build)
 
 
-def cached_pair(
+def cached_dataset(
     folder: Path,
     key: str,
     dtype: np.dtype,
     build: Callable[[IndexedWriter], dict[str, Any]],
-) -> CachedPair:
-    """Returns the pair `key` in `folder`, after building it if it is missing.
+) -> CachedDataset:
+    """Returns the dataset `key` in `folder`, after building it if it is missing.
 
-    `build` writes the pair, and returns facts that are kept with it.
+    `build` writes the dataset, and returns facts that are kept with it.
     """
 
     def write(prefix: Path) -> dict[str, Any]:
         with IndexedWriter(prefix, dtype) as writer:
             return build(writer)
 
-    def opened(files: dict[str, WatchedFile], facts: dict[str, Any]) -> CachedPair:
+    def opened(files: dict[str, WatchedFile], facts: dict[str, Any]) -> CachedDataset:
         by_name = {watched.file.name: watched.file for watched in files.values()}
-        pair = IndexedCorpus(folder / key, opened=lambda path, _: by_name[path])
-        return CachedPair(pair, tuple(files.values()), facts)
+        dataset = IndexedCorpus(folder / key, opened=lambda path, _: by_name[path])
+        return CachedDataset(dataset, tuple(files.values()), facts)
 
     return cache.kept(folder, key, (".bin", ".idx"), write, opened)
 

@@ -218,7 +218,7 @@ def test_an_impossible_blend_is_refused(corpora: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"tokens": 7}, "belongs to another pair"),
+        ({"tokens": 7}, "belongs to another dataset"),
         ({"vocab_size": "many"}, "cannot be read (it has no counts)"),
         ({"eot": None}, "cannot be read (it has no counts)"),
         ({"tokenizer_file": "../tok.json"}, "its tokenizer is not next to it"),

@@ -1,4 +1,4 @@
-"""Tests Megatron's pairs: pairs of another writer are read, and other files are refused."""
+"""Tests indexed datasets: those of another writer are read, and other files are refused."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_an_index_that_points_elsewhere_is_refused(
         (lambda p: put(p, 17, "<B", 9), "its type code 9 is not one"),
         (lambda p: put(p, 18, "<Q", 0), "holds no documents"),
         (lambda p: put(p, 18, "<Q", 2**62), "is cut short"),
-        (lambda p: os.truncate(f"{p}.idx", FIRSTS + 7 * 8 + 6), "pairs with modes"),
+        (lambda p: os.truncate(f"{p}.idx", FIRSTS + 7 * 8 + 6), "datasets with modes"),
         (lambda p: os.unlink(f"{p}.idx"), r"there is no .*pair\.idx\): give the prefix"),
         (lambda p: os.unlink(f"{p}.bin"), r"there is no .*pair\.bin"),
     ],

@@ -200,7 +200,7 @@ def test_a_changed_remote_pair_is_verified_at_the_next_start_or_reported(home: P
             assert after.fingerprint == before.fingerprint  # verified at eight places
             refusal, note = compare(after.watched, marks)
         if facts:  # a small file is verified by its digest
-            assert "web.bin was changed since the last checkpoint: restore the pair" in refusal
+            assert "web.bin was changed since the last checkpoint: restore the dataset" in refusal
         else:
             assert refusal is None and "web.bin may have changed since the last checkp" in note
 

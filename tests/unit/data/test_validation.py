@@ -124,7 +124,7 @@ def test_impossible_input_is_refused(tmp_path: Path) -> None:
     for config, words in (
         (
             Config(data=DataConfig(valid={"a": 3})),
-            "must give the prefix of a pair or the path of a text",
+            "must give the prefix of an indexed dataset or the path of a text",
         ),
         (Config(data=DataConfig(valid={"a b": "x"})), "the nearest is a_b"),
         (Config(data=DataConfig(valid={0: "x"})), "the nearest is set_0"),

@@ -144,7 +144,7 @@ def test_an_index_that_became_inconsistent_ends_the_run(data: DataConfig, part: 
     at = HEADER.size + 800 * (4 if part == "pointers" else 12) + 8 * 700
     edit(Path(f"{data.path}.idx"), at + (0 if part == "pointers" else 1))
     with pytest.raises(
-        UserError, match=r"web\.idx does not match its \.bin: .*make the pair again"
+        UserError, match=r"web\.idx does not match its \.bin: .*make the dataset again"
     ):
         look_at(corpus.files)
     corpus.files[1].mark = "another"

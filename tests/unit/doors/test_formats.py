@@ -611,7 +611,7 @@ def test_a_set_is_a_pair_by_its_prefix_or_one_of_its_files(tmp_path: Path) -> No
         (found,) = sets_of(DataConfig(name="text", valid={"v": f"{tmp_path}/c/{name}"})).values()
         assert (found.name, found.path) == ("corpus", f"{tmp_path}/c/web")
     for path, words in (
-        (f"{tmp_path}/c", "is a folder of pairs (web): give each"),
+        (f"{tmp_path}/c", "is a folder of indexed datasets (web): give each"),
         ("https://host/a.jsonl?download=true", "is the address of a jsonl file"),
         ("s3://bucket/a.parquet", "is the address of a parquet file"),
     ):
