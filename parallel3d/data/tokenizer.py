@@ -825,7 +825,25 @@ def with_own_tokenizer(data: DataConfig, run_dir: Path) -> DataConfig:
                 f"run={run_dir.name}, which is in {own}: leave data.tokenizer out, or choose "
                 "another run"
             )
+        if data.name == "chat" and _has_another_template(there, here):
+            raise UserError(
+                f"data.tokenizer={show(data.tokenizer)} has another chat template than "
+                f"run={run_dir.name}, whose tokenizer is in {own}: leave data.tokenizer out, or "
+                "choose another run"
+            )
     return dataclasses.replace(data, tokenizer=str(own))
+
+
+def _has_another_template(there: Tokenizer, here: Tokenizer) -> bool:
+    """Returns whether two tokenizers have chat templates that differ."""
+    from parallel3d.data.chat_template import templates_of  # it imports this module
+
+    if not (isinstance(there, FileTokenizer) and isinstance(here, FileTokenizer)):
+        return False
+    try:
+        return templates_of(there) != templates_of(here)
+    except UserError:  # one of them has none
+        return False
 
 
 def tokenizer_of(data: DataConfig, run_dir: Path) -> Tokenizer:

@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,14 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
     for other in ("byte", str(folder(tmp_path / "other", trained(300)))):
         with pytest.raises(UserError, match="differs from the tokenizer of run=a"):
             with_own_tokenizer(DataConfig(tokenizer=other), run)
+    (run / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    chat = DataConfig("chat", "a.jsonl", tokenizer=str(tok))
+    assert with_own_tokenizer(chat, run).tokenizer == kept.tokenizer
+    for template, is_same in (("{{ messages }}", True), ("{{ messages[0] }}", False)):
+        (tok / "chat_template.jinja").write_text(template)
+        with nullcontext() if is_same else pytest.raises(UserError, match="another chat template"):
+            assert with_own_tokenizer(chat, run).tokenizer == kept.tokenizer
+        assert with_own_tokenizer(data, run) == kept
     (tmp_path / "b").mkdir()
     keep_tokenizer(DataConfig(), tmp_path / "b", "byte")
     assert not any((tmp_path / "b").iterdir())
