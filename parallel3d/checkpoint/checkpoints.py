@@ -103,7 +103,9 @@ def compared_with(
     refusal = identity.refusal(config.run, found)
     if refusal is not None or corpus is None:
         return TextComparison(refusal)
-    others = [spell(change.key, change.there) for change in found if change.key.startswith("data.")]
+    # The tokenizer is compared by its digest and its templates; its path may change.
+    ours = [c for c in found if c.key.startswith("data.") and c.key != "data.tokenizer"]
+    others = [spell(change.key, change.there) for change in ours]
     samples = None if config.train.eval_only else int(manifest.progress["consumed_samples"])
     return compare_text(manifest.data, corpus, config.run, config.model.seq_length, samples, others)
 
