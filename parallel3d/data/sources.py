@@ -118,17 +118,12 @@ class OrderedDocuments(NamedTuple):
     lines: list[str]
 
 
-def find_documents(data: DataConfig) -> list[Document]:
-    """Returns all documents of the source in packing order.
+def take_documents(data: DataConfig) -> OrderedDocuments:
+    """Returns all documents of the source, and lines on how folders and globs are read.
 
     Raises UserError for missing or unreadable files, for items without text, and for formats that
     are not read.
     """
-    return take_documents(data).documents
-
-
-def take_documents(data: DataConfig) -> OrderedDocuments:
-    """Returns the documents of the source, and lines on how folders and globs are read."""
     lines: list[str] = []
     if data.name == "stdlib":
         found = _stdlib_documents()

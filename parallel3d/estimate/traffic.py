@@ -463,7 +463,7 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
 def _buckets(rank: PipelineRank, experts: bool, numel: int, count: int) -> Iterator[Transfer]:
     """Yields the collectives of `count` gradient buckets of `numel` elements each.
 
-    See reducer.py, bucketed.py and comm_hooks.py.
+    See reducer.py, engine.py and comm_hooks.py in `data_parallel`.
     """
     dim = "edp" if experts else rank.layout.replica_dim
     if rank.blueprint.data.comm_hook == "bf16":

@@ -222,11 +222,6 @@ def _torch_count(kind: str) -> int:
     return torch.get_device_module(kind).device_count()
 
 
-def gpu_count() -> int:
-    """Returns the number of GPUs that torch can use."""
-    return len(find(os.environ).gpus)
-
-
 def compute_capability() -> int | None:
     """Returns the major compute capability of this process's first GPU (9 for Hopper), or None."""
     gpus = find(os.environ).gpus

@@ -1,5 +1,5 @@
-"""Tests storage that fails: a sample of `benchmarks.failures.storage`, and a rank that cannot
-read."""
+"""Tests storage that fails: a sample of `benchmarks.failures.storage_faults`, and a rank that
+cannot read."""
 
 from __future__ import annotations
 

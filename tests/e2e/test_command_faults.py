@@ -1,4 +1,4 @@
-"""Runs whole commands on storage that fails: a sample of `benchmarks.failures.commands`."""
+"""Runs whole commands on storage that fails: a sample of `benchmarks.failures.command_faults`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.inputs import find_inputs
 from parallel3d.data.keys import DataConfig
-from parallel3d.data.sources import find_documents
+from parallel3d.data.sources import take_documents
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
 from tests.corpora import heard
@@ -130,7 +130,7 @@ def test_files_folders_globs_and_commas_reach_each_file_once(tmp_path: Path) -> 
     root = tmp_path / "t"
 
     def found(path: str) -> list[str]:
-        return sorted(document.name for document in find_documents(text(tmp_path, path)))
+        return sorted(document.name for document in take_documents(text(tmp_path, path)).documents)
 
     assert found(f"{root}") == ["a.txt", "b.md", "odd,name.txt", "sub/c.txt"]
     assert found(f"{root}/*.txt") == ["a.txt", "odd,name.txt"]
@@ -143,7 +143,7 @@ def test_files_folders_globs_and_commas_reach_each_file_once(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_stdlib_is_python_source_without_tests_and_quickly_checked(tmp_path: Path) -> None:
     data = DataConfig(cache_dir=str(tmp_path / "cache"))
-    names = [document.name for document in find_documents(data)]
+    names = [document.name for document in take_documents(data).documents]
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     parts = {part for name in names for part in name.split("/")}
     assert not parts & {"test", "tests", "site-packages", "__pycache__", "idlelib", "lib2to3"}
@@ -416,7 +416,7 @@ def test_a_glob_visits_folders_that_link_to_themselves_once(tmp_path: Path) -> N
         (root / link).symlink_to(root)
 
     def found(path: str) -> list[str]:
-        return sorted(document.name for document in find_documents(text(tmp_path, path)))
+        return sorted(document.name for document in take_documents(text(tmp_path, path)).documents)
 
     assert found(f"{root}/**/*.txt") == ["a.txt", "sub/c.txt", "sub/deep/d.txt"]
     assert found(f"{root}/**/deep") == ["sub/deep/d.txt"]
