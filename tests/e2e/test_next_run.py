@@ -29,7 +29,7 @@ def test_a_run_starts_from_another_and_resumes_without_its_keys(
     assert new.code == 0, new
     assert "init_from=old@2 gives model llama_tiny, 2 layers" in new.err
     assert "step 2 of run old" in new.err + new.out
-    assert "parallel3d: run=new is a new run" in new.errors
+    assert "parallel3d: run=new is a new run (model=llama_tiny, data=text)" in new.errors
     final = load_file(runs / "old" / "weights-final.safetensors")
     begun = load_file(runs / "new" / "weights-initial.safetensors")
     assert final.keys() == begun.keys() and all((begun[n] == w).all() for n, w in final.items())
