@@ -57,7 +57,8 @@ from parallel3d.config.fields import check_fields
 from parallel3d.data.chat import with_date
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.keys import DataConfig
-from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
+from parallel3d.data.own_tokenizer import with_own_tokenizer
+from parallel3d.data.tokenizer import FOLDER
 from parallel3d.device.checks import check_precision_of
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import (

@@ -6,7 +6,6 @@ text, in three formats.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -807,43 +806,6 @@ def begun(tokens: Sequence[int], begin: Sequence[int]) -> list[int]:
     """Puts the tokens `begin` before a prompt's tokens, unless the prompt has them already."""
     given = list(tokens)
     return given if given[: len(begin)] == list(begin) else [*begin, *given]
-
-
-def with_own_tokenizer(data: DataConfig, run_dir: Path) -> DataConfig:
-    """Returns `data` with the tokenizer of the run in `run_dir`, if the run has one.
-
-    Raises UserError if `data` names another tokenizer, for which the weights are useless.
-    """
-    own = run_dir / FOLDER
-    if not own.is_dir():
-        return data
-    if data.tokenizer is not None:
-        there, here = open_tokenizer(str(own)), open_tokenizer(data.tokenizer)
-        if there.digest != here.digest:
-            raise UserError(
-                f"data.tokenizer={show(data.tokenizer)} differs from the tokenizer of "
-                f"run={run_dir.name}, which is in {own}: leave data.tokenizer out, or choose "
-                "another run"
-            )
-        if data.name == "chat" and _has_another_template(there, here):
-            raise UserError(
-                f"data.tokenizer={show(data.tokenizer)} has another chat template than "
-                f"run={run_dir.name}, whose tokenizer is in {own}: leave data.tokenizer out, or "
-                "choose another run"
-            )
-    return dataclasses.replace(data, tokenizer=str(own))
-
-
-def _has_another_template(there: Tokenizer, here: Tokenizer) -> bool:
-    """Returns whether two tokenizers have chat templates that differ."""
-    from parallel3d.data.chat_template import templates_of  # it imports this module
-
-    if not (isinstance(there, FileTokenizer) and isinstance(here, FileTokenizer)):
-        return False
-    try:
-        return templates_of(there) != templates_of(here)
-    except UserError:  # one of them has none
-        return False
 
 
 def tokenizer_of(data: DataConfig, run_dir: Path) -> Tokenizer:

@@ -13,7 +13,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.loader import check_same_text
-from parallel3d.data.tokenizer import BYTE, keep_tokenizer, open_tokenizer, with_own_tokenizer
+from parallel3d.data.own_tokenizer import with_own_tokenizer
+from parallel3d.data.tokenizer import BYTE, keep_tokenizer, open_tokenizer
 from parallel3d.errors import print_line
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run.launch import Worker

@@ -15,12 +15,12 @@ import pytest
 
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.keys import DataConfig
+from parallel3d.data.own_tokenizer import with_own_tokenizer
 from parallel3d.data.tokenizer import (
     ByteTokenizer,
     keep_tokenizer,
     open_tokenizer,
     tokenizer_of,
-    with_own_tokenizer,
 )
 from parallel3d.errors import UserError
 from tests.corpora import heard
