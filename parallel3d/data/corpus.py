@@ -113,7 +113,7 @@ class Corpus:
         named: the name of the corpus in errors.
         marked: whether the tokens carry the marks of `chat`.
         told: notes for the user about the corpus, one sentence each.
-        taught: the tokens that begin and end the documents.
+        roles: the tokens that begin and end the documents.
         files: all open files.
     """
 
@@ -130,7 +130,7 @@ class Corpus:
     named: str = ""
     marked: bool = False
     told: tuple[str, ...] = ()
-    taught: Roles = NO_ROLES
+    roles: Roles = NO_ROLES
     files: tuple[WatchedFile, ...] = ()
 
     @classmethod
@@ -255,12 +255,12 @@ class Blend:
         return {key: file for one in self.corpora for key, file in one.watched.items()}
 
     @property
-    def taught(self) -> Roles:
+    def roles(self) -> Roles:
         """The tokens that begin and end the corpora's documents.
 
         The tokens that begin documents are taken from the first corpus that has any.
         """
-        parts = [corpus.taught for corpus in self.corpora]
+        parts = [corpus.roles for corpus in self.corpora]
         begin = next((roles.begin for roles in parts if roles.begin), ())
         return Roles(begin, tuple(sorted({end for roles in parts for end in roles.ends})))
 
@@ -273,8 +273,8 @@ class Blend:
                 f"data.blend: {count(len(told) - _SENTENCES, 'more note')} about its parts, not "
                 "shown here"
             ]
-        begin = self.taught.begin
-        bare = [one.named for one in self.corpora if one.taught.begin != begin]
+        begin = self.roles.begin
+        bare = [one.named for one in self.corpora if one.roles.begin != begin]
         if bare:
             told.append(
                 f"the documents of {len(bare):,} of {len(self.corpora):,} parts, such as "
@@ -375,7 +375,7 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
         tokenizer_name=data.tokenizer or BYTE,
         # With byte tokens, the documents of the dataset are blocks of a text.
         documents=None if isinstance(tokenizer, ByteTokenizer) else dataset,
-        taught=Roles(tuple(begin), ()),
+        roles=Roles(tuple(begin), ()),
         named=origin(data),
         files=files,
     )
@@ -415,7 +415,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
         wanted = len(dataset) - max(1, int(len(dataset) * data.held_out))
         last = min(max(1, dataset.document_from(wanted)), dataset.documents - 1)
         held_out = len(dataset) - int(dataset.begins(last, last)[0])
-    taught = look_at_turns(dataset, chat.tokenizer, SPOKEN, TOKEN, origin(data))
+    boundaries = look_at_turns(dataset, chat.tokenizer, SPOKEN, TOKEN, origin(data))
     told = [f"{origin(data)}: {line}" for line in facts.get("told", ())]
     if data.packing != "padded":
         see = "do not see each other" if data.masks_documents else "see each other"
@@ -430,8 +430,8 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
         documents=dataset,
         named=origin(data),
         marked=True,
-        told=(*told, *taught.sentences),
-        taught=taught.roles,
+        told=(*told, *boundaries.sentences),
+        roles=boundaries.roles,
         files=files,
     )
     if data.packing == "concat" and data.held_out < 1.0:
@@ -570,10 +570,10 @@ def _open_dataset(
         dataset = IndexedCorpus(prefix, named)
         kept = facts_beside(dataset.prefix)
     facts, name = _facts(data, dataset, tokenizer, kept)
-    taught = BoundaryTokens(Roles(facts.begin, ()))
+    boundaries = BoundaryTokens(Roles(facts.begin, ()))
     if kept is None:
         assert tokenizer is not None  # `_facts` ensures this
-        taught = look_at_dataset(dataset, tokenizer, name)
+        boundaries = look_at_dataset(dataset, tokenizer, name)
     size, texts = facts.vocab_size, dict[int, str]()
     if limit is not None and size > limit:
         if name is None or open_tokenizer(name).vocab_size < size:
@@ -585,7 +585,7 @@ def _open_dataset(
             beyond = check_vocabulary(open_tokenizer(name), limit)
         except UserError as error:
             raise UserError(f"{named}: {error}") from None
-        taught = taught._replace(sentences=(*taught.sentences, *beyond))
+        boundaries = boundaries._replace(sentences=(*boundaries.sentences, *beyond))
         size, texts = limit, beyond_table(open_tokenizer(name), limit)
     split = len(dataset) - _held_out_tokens(len(dataset), data, seq_length, named)
     tokens = dataset.tokens.below(size if limit is None else limit, named, texts)
@@ -600,8 +600,8 @@ def _open_dataset(
         documents=dataset,
         name=prefix,
         named=named,
-        told=taught.sentences,
-        taught=taught.roles,
+        told=boundaries.sentences,
+        roles=boundaries.roles,
         files=files,
     )
 
@@ -966,7 +966,7 @@ def open_sets(
                     f"text, {training.tokenizer[:12]}; give the latter as data.tokenizer, or a set "
                     "that was made with it"
                 )
-            here, there = corpus.taught.begin, training.taught.begin
+            here, there = corpus.roles.begin, training.roles.begin
             if here != there:
                 line = (
                     f"set {show(name)} of data.valid: its documents begin with tokens "

@@ -69,7 +69,7 @@ def open_training_corpus(
         data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
     if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
         is_begun = has_source or (worker.run_dir / KEPT_FILE).exists()
-        known = corpus.tokenizer, corpus.taught
+        known = corpus.tokenizer, corpus.roles
         for sentence in keep_tokenizer(data, worker.run_dir, *known, is_begun=is_begun):
             print_line(sentence)
     return data, corpus

@@ -181,7 +181,7 @@ def test_every_packed_turn_ends_and_generation_stops_there(tmp_path: Path, packi
         valid_fraction=0.3,
     )
     corpus = open_corpus(given, 60)
-    assert tokenizer.special["<|user|>"] in tokenizer.ends.intersection(corpus.taught.ends)
+    assert tokenizer.special["<|user|>"] in tokenizer.ends.intersection(corpus.roles.ends)
     assert not [line for line in corpus.told if "will not learn" in line]
     train, _ = samples(given, 60)
     stops = sum(

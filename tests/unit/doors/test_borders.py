@@ -90,7 +90,7 @@ def test_labels_at_borders_are_masked_by_the_index(
     prefix = pair(tmp_path / "p", documents(tokenizer, end))
     corpus = opened(prefix, path)
     assert len(corpus.told) == bool(said) and all(word in "".join(corpus.told) for word in said)
-    assert corpus.taught == Roles((), learned)
+    assert corpus.roles == Roles((), learned)
     model = ModelConfig(seq_length=SEQ)
     for masks in (False, True):
         data = DataConfig(eod_mask_loss=masks, document_mask=True)
@@ -191,7 +191,7 @@ def test_foreign_documents_must_all_begin_in_the_same_way(
         assert words in str(caught.value)
     else:
         corpus = opened(prefix, path)
-        assert (corpus.taught, corpus.told) == (Roles(begin, ()), ())
+        assert (corpus.roles, corpus.told) == (Roles(begin, ()), ())
 
 
 def test_end_tokens_inside_documents_are_reported(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_documents_of_a_corpus_begin_as_its_json_says(tmp_path: Path, add_bos: b
     corpus = open_corpus(DataConfig("corpus", str(tmp_path / "c"), valid_fraction=0.0), SEQ)
     assert isinstance(corpus, Corpus)
     for one in (corpus, text):
-        assert one.taught == Roles(facts.begin, ())
+        assert one.roles == Roles(facts.begin, ())
         first, last = one.train[:1].tolist(), one.train[len(one.train) - 1 :].tolist()
         assert (first == [0]) == add_bos and last == [1]
     assert text.train[:].tolist() == corpus.train[:].tolist()
