@@ -29,7 +29,7 @@ MAPS = {
     "six": "cluster=rails_3x2 tp=2 pp=3",
     "h100": "cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4 topology.rank=37",
     "mixed": "cluster=dgx_h100 cluster.nodes=4 tp=4 pp=2 topology.rank=4",
-    "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 assignment=tp-cp-pp-dp",
+    "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 placement=tp-cp-pp-dp",
 }
 
 # docs/schedules.md shows each picture next to its command, `parallel3d schedule` and these words.

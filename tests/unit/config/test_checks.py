@@ -43,7 +43,6 @@ def sentence_of(made: Config, world_size: int | None = None) -> str:
 
 
 TP = "tp=3 must divide"
-GQA = {"model.num_query_groups": 2}
 # widths that three tensor-parallel ranks divide, but for those of MLPs
 EXPERTS = {
     **{"model.num_experts": 4, "model.bias": False, "model.hidden_size": 96, "sp": True},

@@ -11,7 +11,6 @@ import lzma
 import os
 import pickle
 import re
-import sqlite3
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -93,19 +92,10 @@ def array() -> bytes:
     return out.getvalue()
 
 
-def database(folder: Path) -> bytes:
-    made = sqlite3.connect(folder / "made.db")
-    made.execute("create table t (text)")
-    made.commit()
-    made.close()
-    return (folder / "made.db").read_bytes()
-
-
 TOKENS = np.arange(1000, 2000, dtype=np.uint16).tobytes()
 PAGE = b"<!DOCTYPE html>\n<html><body>Please sign in</body></html>\n"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345\n"
 LIST = json.dumps(ROWS, indent=1).encode()
-OBJECT = json.dumps(ROWS[0], indent=1).encode()
 LATIN = ("Wörter über Türme, " * 9).encode("latin-1")
 RANDOM = np.random.default_rng(0).bytes(4000).replace(b"\x00", b"\x01")
 LZ4 = b"\x04\x22\x4d\x18" + RANDOM
