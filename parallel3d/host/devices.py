@@ -91,13 +91,7 @@ class DeviceChoice(NamedTuple):
     gpus: tuple[VisibleGpu, ...] = ()
 
 
-def choose_device(
-    requested: str,
-    ranks_here: int,
-    *,
-    launched: bool = False,
-    environ: Mapping[str, str] | None = None,
-) -> DeviceChoice:
+def choose_device(requested: str, ranks_here: int, *, launched: bool = False) -> DeviceChoice:
     """Returns the device type for the `ranks_here` ranks of this host, from `device=requested`.
 
     device=auto takes the CPU only if the driver reports no GPU or there is no driver, and if
@@ -107,7 +101,6 @@ def choose_device(
         launched: whether a launcher started the ranks. It may show each rank only the rank's own
             GPU, as Slurm's binding does, so the GPUs of all ranks are compared later
             (`shared_gpu`).
-        environ: environment variables; None stands for those of this process.
 
     Raises:
         HostError: if the GPUs cannot be used or are fewer than the ranks, or if there is no GPU
@@ -115,12 +108,11 @@ def choose_device(
     """
     if requested in (CPU, SIMULATED):
         return DeviceChoice(requested, _line_of_cpu(requested))
-    environ = os.environ if environ is None else environ
-    found, host = find(environ), socket.gethostname()
+    found, host = find(os.environ), socket.gethostname()
     if found.fault:
         raise HostError(f"device={requested}, but host {host} gives no GPU: {found.fault}{OR_CPU}")
     if found.gpus:
-        few = len(found.gpus) < ranks_here and environ.get(SHARED_GPUS) != "1"
+        few = len(found.gpus) < ranks_here and os.environ.get(SHARED_GPUS) != "1"
         if few and not launched:
             raise HostError(
                 f"{ranks_here} ranks need {ranks_here} GPUs, but host {host} shows "

@@ -25,7 +25,7 @@ HUGE_PAGE = 2 << 20
 RESERVED = 3 << 29  # bytes of address space, below LARGEST; memory is only used once it is touched
 
 
-def keep_freed_memory(reserved: int = RESERVED) -> bool:
+def keep_freed_memory() -> bool:
     """Makes malloc serve blocks of any size from one heap that never shrinks, in huge pages.
 
     Call it before the first large allocation. Huge pages need "always" or "madvise" in
@@ -40,12 +40,12 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     kept = libc.mallopt(M_MMAP_THRESHOLD, LARGEST) and libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
-    block = libc.malloc(reserved) if kept else None
+    block = libc.malloc(RESERVED) if kept else None
     if block is None:
         return False
     # The block is freed at once and stays as the untouched end of the heap.
     first = (block + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
-    length = (block + reserved) // HUGE_PAGE * HUGE_PAGE - first
+    length = (block + RESERVED) // HUGE_PAGE * HUGE_PAGE - first
     advised = libc.madvise(first, length, mmap.MADV_HUGEPAGE) == 0
     libc.free(block)
     return advised
