@@ -531,6 +531,8 @@ class RankTrainer:
 
         Squares are summed in the dtype `summed_in`; see `Optimizer.squared_norm` for None.
         """
+        if not self.optimizer.segments:  # all is frozen here; a zero from the host would block it
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         return self.optimizer.squared_norm(summed_in).to(self.device)
 
     def parameter_slices(self) -> list[ParameterSlice]:

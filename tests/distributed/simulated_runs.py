@@ -58,7 +58,7 @@ def waits() -> Iterator[list[str]]:
 def check_one_wait(found: list[str], experts: int = 0) -> None:
     """Asserts that a step has one wait, for its numbers, and `experts` waits for counts of rows:
     one in each forward of a layer with experts."""
-    of_experts = [why for why in found if "choice.py" in why]
+    of_experts = [why for why in found if "rows.py" in why]
     found = [why for why in found if why not in of_experts]
     assert len(of_experts) == experts, "\n".join(of_experts)
     assert len(found) == 1, "\n".join(found)
@@ -157,7 +157,7 @@ class BehindCounts(Observer):
         self._launched += kernel.name in self.PRODUCTS
 
     def host_wait(self, why: str) -> None:
-        if any(Path(f.filename).name == "choice.py" for f in traceback.extract_stack(limit=20)):
+        if any(Path(f.filename).name == "rows.py" for f in traceback.extract_stack(limit=20)):
             self.found.append(self._launched)
 
 
