@@ -49,7 +49,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show, spell
 from parallel3d.config.length import Length
 from parallel3d.config.values import BatchSizes
-from parallel3d.data.same_text import compare_text, facts_of
+from parallel3d.data.same_text import CHOOSE_TEXT, DATE, DATE_OF_OLDER, compare_text, facts_of
 from parallel3d.data.sampler import TrainingText
 from parallel3d.data.tokens import TextComparison
 from parallel3d.errors import TrainingFailure, UserError
@@ -103,11 +103,12 @@ def compared_with(
     refusal = identity.refusal(config.run, found)
     if refusal is not None or corpus is None:
         return TextComparison(refusal)
-    # The tokenizer is compared by its digest and its templates; its path may change.
-    ours = [c for c in found if c.key.startswith("data.") and c.key != "data.tokenizer"]
-    others = [spell(change.key, change.there) for change in ours]
+    before = {change.key: change.there for change in found if change.key in CHOOSE_TEXT}
+    if DATE in before and "chat_date" not in manifest.config.get("data", {}):
+        before[DATE] = DATE_OF_OLDER
+    words = [spell(key, value) for key, value in before.items()]
     samples = None if config.train.eval_only else int(manifest.progress["consumed_samples"])
-    return compare_text(manifest.data, corpus, config.run, config.model.seq_length, samples, others)
+    return compare_text(manifest.data, corpus, config.run, config.model.seq_length, samples, words)
 
 
 def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChange]:

@@ -11,6 +11,13 @@ from parallel3d.data.tokenizer import BYTE
 from parallel3d.data.tokens import TextComparison, compare, marks_of
 from parallel3d.files import plain
 
+# Keys that choose the text and may change at a resume. The tokenizer is not among them, as its path
+# may change: it is compared by its digest and its templates.
+DATE = "data.chat_date"
+CHOOSE_TEXT = ("data.name", "data.path", "data.blend", "data.blend_stages", DATE)
+# The date that Llama's templates show for want of another, as in runs from before `data.chat_date`.
+DATE_OF_OLDER = "2024-07-26"
+
 
 class DataFacts(TypedDict, total=False):
     """Describes the training text in a checkpoint; keys that do not apply are absent."""
@@ -57,7 +64,7 @@ def compare_text(
         seq_length: tokens of a sample.
         samples: number of samples read before the checkpoint; None for a run that only evaluates,
             which may read another text with the same tokenizer.
-        changed: the keys of data that have other values now, as they were, such as data.path=x.
+        changed: the keys of CHOOSE_TEXT that have other values now, as they were: data.path=x.
     """
     if there and (refusal := _refusal(there, facts_of(corpus), run, seq_length, samples, changed)):
         return TextComparison(refusal)

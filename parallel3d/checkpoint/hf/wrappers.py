@@ -65,7 +65,11 @@ WRAPPERS = {
     ),
     "mistral3": Wrapper(MISTRAL, tied=True, images=f"{_PROJECTED} spatial_merge_size"),
     "llava": Wrapper(
-        LLAMA, tied=False, images=f"{_PROJECTED} image_seq_length vision_feature_select_strategy"
+        LLAMA,
+        tied=False,
+        images=f"{_PROJECTED} image_seq_length vision_feature_select_strategy "
+        # The class of transformers 4.36 wrote these two, and no class computes with them.
+        "ignore_index vocab_size",
     ),
 }
 

@@ -103,6 +103,23 @@ def test_a_run_with_another_date_names_it(tmp_path: Path, name: str) -> None:
     assert compared_with(saved, configs[0], texts[0]).refusal is None
 
 
+def test_a_run_from_before_the_key_is_told_the_date_that_its_template_showed(
+    tmp_path: Path,
+) -> None:
+    template = DATED["with another date in its place"] + TURNS
+    first = replace(chat(tmp_path, template, chat_date="2024-07-26"), packing="padded")
+    config = Config(data=first, model=ModelConfig(seq_length=200))
+    text = open_corpus(first, 200)
+    before = asdict(config)
+    del before["data"]["chat_date"]
+    saved = Manifest(1, {"consumed_samples": 0}, before, facts_of(text), "", {}, ())
+    assert compared_with(saved, config, text).refusal is None
+    # The folder of the cache does not choose the text, so it is not named.
+    now = replace(first, chat_date="2026-11-29", cache_dir=str(tmp_path / "cache"))
+    refusal = compared_with(saved, replace(config, data=now), open_corpus(now, 200)).refusal
+    assert refusal is not None and "; give data.chat_date=2024-07-26 as there, or" in refusal
+
+
 def test_the_cache_is_of_one_date(tmp_path: Path) -> None:
     days = ("2026-11-29", "2026-11-30")
     for name, template, count in (("dated", DATED["called"] + TURNS, 2), ("bare", TURNS, 1)):
