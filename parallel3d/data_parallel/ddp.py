@@ -112,9 +112,9 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         _check_others(others)
         self.group = _group_of(device_ids, process_group)
-        self.ignored = frozenset(getattr(module, IGNORED_BY_DDP, ()))
-        named = [(n, p) for n, p in module.named_parameters() if n not in self.ignored]
-        buffers = [(n, b) for n, b in module.named_buffers() if n not in self.ignored]
+        self._ignored = frozenset(getattr(module, IGNORED_BY_DDP, ()))
+        named = [(n, p) for n, p in module.named_parameters() if n not in self._ignored]
+        buffers = [(n, b) for n, b in module.named_buffers() if n not in self._ignored]
         some = next(module.parameters(), None)
         verify_params_across_ranks(
             named, buffers, self.group, torch.device("cpu") if some is None else some.device
@@ -123,7 +123,7 @@ class DistributedDataParallel(nn.Module):
         check_trainable(trained, module)
         check_shared(trained, gradient_as_bucket_view)
         self.device = trained[0][1].device
-        self.inputs_to = _own_device(device_ids, self.device)
+        self._inputs_to = _own_device(device_ids, self.device)
         if output_device is not None:
             _own_device([output_device], self.device, "output_device")
         broadcast_all([*(p.detach() for _, p in named), *(b for _, b in buffers)], 0, self.group)
@@ -132,48 +132,49 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_sync = True
-        self.frozen = {name: p for name, p in named if not p.requires_grad}
-        self.names = [name for name, _ in trained]
-        self.numbers = {p: number for number, (_, p) in enumerate(trained)}
-        self.running = False  # whether a backward is running, or has raised an error
-        self.enabled = True  # whether backwards average gradients now
-        self.unused: set[int] | None = None
-        self.mean: GradientMean | None = None
+        # The names below are private: a public one would hide an attribute of the module.
+        self._frozen = {name: p for name, p in named if not p.requires_grad}
+        self._names = [name for name, _ in trained]
+        self._numbers = {p: number for number, (_, p) in enumerate(trained)}
+        self._running = False  # whether a backward is running, or has raised an error
+        self._enabled = True  # whether backwards average gradients now
+        self._unused: set[int] | None = None
+        self._mean: GradientMean | None = None
         if self.group.size > 1:
-            self.mean = GradientMean(
-                list(self.numbers), self.group, bucket_cap_mb, gradient_as_bucket_view
+            self._mean = GradientMean(
+                list(self._numbers), self.group, bucket_cap_mb, gradient_as_bucket_view
             )
             # `engine.BucketedDataParallel` explains why the reference is weak.
             mine = weakref.ref(self)
-            for number, parameter in enumerate(self.numbers):
+            for number, parameter in enumerate(self._numbers):
                 parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Runs the module's forward on this rank's inputs."""
-        if self.inputs_to is not None:
+        if self._inputs_to is not None:
             inputs, named = tree_map_only(
-                Tensor, lambda t: t.to(self.inputs_to, non_blocking=True), (inputs, named)
+                Tensor, lambda t: t.to(self._inputs_to, non_blocking=True), (inputs, named)
             )
-        if self.mean is None:
+        if self._mean is None:
             return self.module(*inputs, **named)
         if current_graph_task_id() < 0:
-            self.running = False  # if it is true, the last backward raised an error
+            self._running = False  # if it is true, the last backward raised an error
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         if syncs:
             self._check_frozen()
         if self.broadcast_buffers and self.require_forward_sync:
             buffers = self.module.named_buffers()
-            broadcast_all([b for n, b in buffers if n not in self.ignored], 0, self.group)
+            broadcast_all([b for n, b in buffers if n not in self._ignored], 0, self.group)
         output = self.module(*inputs, **named)
         self.require_forward_sync = syncs
         if torch.is_grad_enabled():
-            self.enabled = syncs
+            self._enabled = syncs
         if syncs:
             self._watch(output)
         return output
 
     def _check_frozen(self) -> None:
-        for name, parameter in self.frozen.items():
+        for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"{name} was frozen when the module was wrapped, so its gradient would be this "
@@ -186,36 +187,36 @@ class DistributedDataParallel(nn.Module):
         for tensor in tensors:
             tensor.register_hook(self._begin)
         if self.find_unused_parameters:
-            unused = unused_parameters(tensors, self.numbers) if tensors else set()
+            unused = unused_parameters(tensors, self._numbers) if tensors else set()
             # After several forwards their backwards may come in any order.
-            self.unused = unused if self.unused is None else unused & self.unused
+            self._unused = unused if self._unused is None else unused & self._unused
 
     def _begin(self, _: Tensor | None = None) -> None:
         """Begins a backward, unless it is nested in a backward that is already running."""
-        if self.running or not self.enabled:
+        if self._running or not self._enabled:
             return
-        assert self.mean is not None  # without it, there are no hooks
-        self.running = True
+        assert self._mean is not None  # without it, there are no hooks
+        self._running = True
         # The callback runs at the end of the outermost backward, not of a layer's recomputation.
         execution_engine.queue_callback(self._end)
-        self.mean.begin(self.unused or ())
-        self.unused = None
+        self._mean.begin(self._unused or ())
+        self._unused = None
 
     def _arrived(self, number: int) -> None:
-        if not self.enabled:
+        if not self._enabled:
             return
         self._begin()
-        assert self.mean is not None
-        if self.mean.arrived(number) < 0:
+        assert self._mean is not None
+        if self._mean.arrived(number) < 0:
             raise RuntimeError(
-                f"{self.names[number]} got a second gradient in one backward; checkpoint layers "
+                f"{self._names[number]} got a second gradient in one backward; checkpoint layers "
                 "with use_reentrant=False, which adds up the gradients of a parameter first"
             )
 
     def _end(self) -> None:
-        self.running = False
-        assert self.mean is not None
-        self.mean.finish()
+        self._running = False
+        assert self._mean is not None
+        self._mean.finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -243,11 +244,11 @@ class DistributedDataParallel(nn.Module):
             raise TypeError(
                 f"the communication hook must be callable; it is a {type(hook).__name__}"
             )
-        if self.mean is None:
+        if self._mean is None:
             return
-        if self.mean.hook is not None:
+        if self._mean.hook is not None:
             raise RuntimeError("a communication hook is already registered; only one is allowed")
-        self.mean.hook = (state, hook)
+        self._mean.hook = (state, hook)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's state dict, without a prefix."""

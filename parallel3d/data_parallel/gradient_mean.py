@@ -85,6 +85,8 @@ class GradientMean:
 
     def begin(self, unused: Collection[int] = ()) -> None:
         """Begins a backward that will not reach the parameters with the indices `unused`."""
+        for work in self.works:  # an error ended the last backward: they still write to the buckets
+            work.wait()
         self.works = []
         self.reducer.begin([1] * len(self.parameters))
         for number in unused:

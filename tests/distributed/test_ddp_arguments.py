@@ -155,7 +155,7 @@ def ignored() -> None:
     grads_of(net)
     own = [module.own.weight.grad.clone(), module.own.bias.grad.clone()]
     assert module.mark == rank
-    assert [n for n, _ in module.named_parameters() if n not in module.names] == net.names
+    assert [n for n, _ in module.named_parameters() if n not in module.names] == net._names
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, module.shared.layer.weight.grad)
     assert torch.equal(*everyone)

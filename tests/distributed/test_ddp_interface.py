@@ -18,8 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import parallel3d as p3d
 from parallel3d import DistributedDataParallel
-from parallel3d.comm.group import group_of
+from parallel3d.comm.group import GroupLike, group_of
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.reducer import GradBucket, all_reduce
 from tests.distributed.ddp_cases import Case, Mixed, batch_of, loss_of
@@ -85,7 +86,7 @@ def hooked() -> dict[str, object]:
             )
             net.register_comm_hook(state, hook)
             grads_of(net, rank)
-            assert len(net.mean.buckets) > 1
+            assert len(net._mean.buckets) > 1
             seen.clear()
             ours = grads_of(net, rank)
             factor = {"own": 2, "sum": world}.get(name, 1)
@@ -178,6 +179,9 @@ def names() -> None:
     assert net.module[1].num_features == 3
     module.answer = 42
     assert net.answer == 42
+    for name in ("mean", "names", "frozen", "enabled"):  # the wrapper hides none of them
+        setattr(module, name, 43)
+        assert getattr(net, name) == 43
     assert "absent" in refused(lambda: net.absent, AttributeError)
     net.double()
     assert module[0].weight.dtype == torch.float64
@@ -197,7 +201,7 @@ def mixed() -> dict[str, float]:
         (loss_of(reference, batch_of(rank, 0)) / 2).backward()
     loss_of(net, batch_of(dist.get_rank(), 0)).backward()
     torch.set_default_dtype(torch.float32)
-    types = [bucket.dtype for bucket in net.mean.buckets]
+    types = [bucket.dtype for bucket in net._mean.buckets]
     assert set(types) == {torch.float32, torch.float64}
     return {
         n: (p.grad - q.grad).abs().max().item() / torch.finfo(p.dtype).eps
@@ -332,6 +336,17 @@ def test_every_rank_raises_the_same_error(pool: Pool) -> None:
         assert "\n" not in first[name]
 
 
+def failed_in_the_middle(group: GroupLike) -> float:
+    """All ranks catch an error that comes after the first bucket was sent."""
+    rank, sizes = dist.get_rank(), (4, 20, 20, 3)
+    net = DistributedDataParallel(net_of(*sizes), process_group=group, bucket_cap_mb=TINY)
+    handle = net.module[0].weight.register_hook(lambda g: 1 / 0)
+    refused(net(torch.ones(2, 4)).sum().backward, ZeroDivisionError)
+    assert net._mean.works
+    handle.remove()
+    return off(grads_of(net, rank), mean_of_ranks(2, *sizes))
+
+
 def ends() -> dict[str, object]:
     """Tests further things that a script does: it catches its own error, and drops the module."""
     rank = dist.get_rank()
@@ -343,7 +358,8 @@ def ends() -> dict[str, object]:
     for handle in handles:
         handle.remove()
     found["after"] = off(grads_of(net, rank), mean_of_ranks(2, 4, 3))
-    gone = weakref.ref(net.mean)
+    found["in the middle"] = max(map(failed_in_the_middle, (None, p3d.init().dp)))
+    gone = weakref.ref(net._mean)
     del net, handles, loss
     gc.collect()
     found["dropped"] = gone() is None
@@ -353,6 +369,7 @@ def ends() -> dict[str, object]:
 def test_a_script_may_fail_and_drop_its_module(pool: Pool) -> None:
     for found in pool.run(2, ends, timeout_s=30):
         assert found["after"] < 1e-6
+        assert found["in the middle"] < 1e-6
         assert found["dropped"]
 
 
