@@ -232,13 +232,20 @@ class ProcessGroups:
         return {name: value for name, value in vars(self).items() if isinstance(value, Group)}
 
     def close(self) -> None:
-        """Destroys the groups that `create` made, and the world if `init` initialised it."""
-        if self.owns_world and not dist.is_initialized():
-            return  # closed already
+        """Destroys the groups that `create` made, and the world if `init` initialised it.
+
+        Later calls do nothing.
+        """
+        if self.maker is not None:
+            if self.maker.closed:
+                return
+            self.maker.closed = True
         groups = self._groups().values()
         for group in groups:
             if group.shared is not None:
                 group.shared.memory.close()
+        if dist.group.WORLD is None:
+            return  # the script has closed its world, with all groups
         # All ranks destroy the groups in the order of their creation: the members of an NCCL
         # communicator destroy it together, and would deadlock if their orders differed.
         handles = [group.handle for group in groups]
@@ -284,6 +291,7 @@ class GroupMaker:
         alone: the group of this rank alone, for a mesh's dimensions of size 1; None until it is
             made.
         whole_mesh: the mesh of all ranks; None until it is made.
+        closed: whether `ProcessGroups.close` has destroyed the groups.
     """
 
     device: torch.device
@@ -294,6 +302,7 @@ class GroupMaker:
     made: dict[tuple[Hashable, Hashable], dist.ProcessGroup | None] = field(default_factory=dict)
     alone: dist.ProcessGroup | None = None
     whole_mesh: DeviceMesh | None = None
+    closed: bool = False
 
     def __post_init__(self) -> None:
         if accelerator.is_accelerator(self.device):
