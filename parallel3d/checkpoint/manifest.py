@@ -182,10 +182,17 @@ def step_of(folder: Path) -> int:
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
     """Writes the manifest to a file whose name contains its digest, and returns the path.
 
-    The file is flushed to the disk, and only its owner can read it.
+    The file is flushed to the disk, and only its owner can read it. Raises OSError, also if
+    `read_manifest` would refuse the manifest for its size.
     """
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
     text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+    if len(text) > _LARGEST_MANIFEST:  # `read_manifest` would refuse it
+        raise OSError(
+            None,
+            f"the values beside the tensors take {len(text) >> 20} MiB, but may take "
+            f"{_LARGEST_MANIFEST >> 20} MiB; keep long lists in a buffer of the module",
+        )
     path = folder / f"manifest-{hashlib.sha256(text).hexdigest()}.json"
     write_durably(path, text)
     return path

@@ -13,7 +13,9 @@ import secrets
 import sys
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -48,6 +50,9 @@ T = TypeVar("T")
 # Settings of an optimizer that are not restored, since the script itself chooses them.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 TIMEOUT_S = 1800.0  # time for which rank 0 waits for the files of the others
+# Values that JSON lacks are saved as a dict with one of these keys.
+PAIRS = "parallel3d.pairs"  # a dict with keys that are not texts, such as MultiStepLR's milestones
+FLOAT = "parallel3d.float"  # inf, -inf or nan, such as ReduceLROnPlateau's best value
 HeldTensor = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
 
 
@@ -55,7 +60,7 @@ class _Parts(NamedTuple):
     """The parts of a state dict that a script gave.
 
     Attributes:
-        others: every other value, as JSON: the state dict of a scheduler, or a value itself.
+        others: every other value: the state dict of a scheduler, or a value itself.
     """
 
     net: nn.Module
@@ -74,8 +79,8 @@ def save(
 
     Args:
         state_dict: what to save, under names of your own: one module, at most one optimizer of its
-            parameters, and further values that the script needs to resume. These are JSON (numbers,
-            texts, lists and dicts) or have a `state_dict()` that is JSON, such as a learning-rate
+            parameters, and further values that the script needs to resume. These are numbers,
+            texts, lists and dicts, or have a `state_dict()` of these, such as a learning-rate
             scheduler; rank 0's are saved. The module is a plain one, one with tensor-parallel
             layers, a `Pipeline`, one under `fully_shard`, or a combination of these. It must not
             contain a `Pipeline` among other modules.
@@ -137,7 +142,7 @@ def load(
         TrainingFailure: on every rank, if a rank could not read the files.
     """
     folder = Path(checkpoint_id)
-    net, optimizer, others = _together(lambda: _parts_of("load", state_dict))
+    net, optimizer, others = _together(lambda: _parts_to_load(state_dict, step))
     path = _chosen(folder, step)
     if path is None:
         return None
@@ -152,19 +157,15 @@ def load(
     if manifest is None:
         raise UserError(f"load({folder}): {why}; give another step")
     saved, extra = _script_of(manifest, path)
-    for name in others:
-        if name not in extra:
-            raise UserError(
-                f"{path} has no {name}, which this state dict has{nearest_hint(name, extra)}"
-            )
+    found = _together(lambda: _others_of(extra, others, path))
     if optimizer is not None:
         _together(lambda: _check_groups(optimizer, net, saved, path))
         _restore(optimizer, net, moments, saved)
     for name in others:
         if hasattr(state_dict[name], "load_state_dict"):
-            state_dict[name].load_state_dict(extra[name])
+            state_dict[name].load_state_dict(found[name])
         else:
-            state_dict[name] = extra[name]
+            state_dict[name] = found[name]
     return manifest.step
 
 
@@ -190,6 +191,17 @@ def _parts_of(call: str, state_dict: Mapping[str, Any]) -> _Parts:
     return _Parts(state_dict[nets[0]], optimizer, others)
 
 
+def _parts_to_load(state_dict: Mapping[str, Any], step: int | None) -> _Parts:
+    if step is not None:
+        _check_step("load", step, "or give step=None for the newest")
+    return _parts_of("load", state_dict)
+
+
+def _check_step(call: str, step: int, remedy: str) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UserError(f"{call}(step={step!r}) must be a whole number from 0 on; {remedy}")
+
+
 # The state to save.
 
 
@@ -199,10 +211,8 @@ def _to_save(parts: _Parts, step: int) -> tuple[list[HeldTensor], dict[str, Any]
     The last two are JSON.
     """
     net, optimizer, others = parts
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UserError(
-            f"save(step={step!r}) must be a whole number from 0 on; give the steps done"
-        )
+    _check_step("save", step, "give the steps done")
+    others = {name: _as_json(value) for name, value in others.items()}
     for name, value in others.items():
         _check_json(f"save: {name}", value)
     tensors: dict[str, Tensor] = {}
@@ -272,6 +282,37 @@ def _check_json(what: str, value: Any) -> None:
             f"{what} must be JSON, that is numbers, texts, lists and dicts ({error}); give tensors "
             "as buffers of the module instead"
         ) from None
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value with dicts and numbers that JSON has; `_from_json` reverses this."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _as_json(each) for key, each in value.items()}
+        return {PAIRS: [[key, _as_json(each)] for key, each in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: str(float(value))}
+    return value
+
+
+def _from_json(value: Any, before: Any) -> Any:
+    """Returns a saved value; tuples and Counters are those of `before`, the value to replace."""
+    if isinstance(value, dict):
+        if value.keys() == {FLOAT}:
+            return float(value[FLOAT])
+        pairs = value[PAIRS] if value.keys() == {PAIRS} else value.items()
+        known = before if isinstance(before, dict) else {}
+        # A tuple is a list in JSON, and cannot be a key there.
+        named = [(tuple(key) if isinstance(key, list) else key, each) for key, each in pairs]
+        found = {key: _from_json(each, known.get(key)) for key, each in named}
+        return Counter(found) if isinstance(before, Counter) else found
+    if isinstance(value, list):
+        places = before if isinstance(before, (list, tuple)) else ()
+        items = [_from_json(*both) for both in zip_longest(value, places[: len(value)])]
+        return tuple(items) if isinstance(before, tuple) else items
+    return value
 
 
 def _held(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
@@ -450,6 +491,21 @@ def _script_of(manifest: Manifest, path: Path) -> tuple[dict[str, Any], dict[str
         }
         return optimizer, {**script["extra"]}
     except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(
+            f"{path} must be a checkpoint of parallel3d.save; give its folder instead"
+        ) from None
+
+
+def _others_of(extra: Mapping[str, Any], others: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the saved values in place of `others`. Raises UserError if one is missing."""
+    for name in others:
+        if name not in extra:
+            raise UserError(
+                f"{path} has no {name}, which this state dict has{nearest_hint(name, extra)}"
+            )
+    try:
+        return {name: _from_json(extra[name], before) for name, before in others.items()}
+    except (TypeError, ValueError):
         raise UserError(
             f"{path} must be a checkpoint of parallel3d.save; give its folder instead"
         ) from None

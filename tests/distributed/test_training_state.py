@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim import lr_scheduler
 
 import parallel3d as p3d
 from parallel3d.checkpoint import saver
@@ -198,7 +200,7 @@ def refusals(folder: str) -> list[str]:
         state = others if net is None else {"model": net, **others}
         return said(p3d.save, state, checkpoint_id=folder, step=step)
 
-    def load(net: nn.Module, step: int | None = None, **others: Any) -> str:
+    def load(net: nn.Module, step: Any = None, **others: Any) -> str:
         return said(p3d.load, {"model": net, **others}, checkpoint_id=folder, step=step)
 
     found = [
@@ -213,9 +215,10 @@ def refusals(folder: str) -> list[str]:
         save(2, pipe, optimizer=torch.optim.SGD(other.parameters(), lr=1.0)),
         said(p3d.load, folder, checkpoint_id=folder),
         load(pipe, 7),
+        load(pipe, "7"),
         load(wider),
         load(longer),
-        load(pipe, b=1),
+        load(pipe, **({"b": 1} if rank else {})),
         load(pipe, optimizer=torch.optim.Adam(two)),
     ]
     with patch.object(os, "rename", side_effect=OSError(28, "No space left on device")):
@@ -248,6 +251,7 @@ def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
         "not in the module; all its parameters must belong to the module",
         'as in load({"model": net, "optimizer": optimizer}, checkpoint_id="runs/mine")',
         "load(step=7) must be a checkpoint in",
+        "load(step='7') must be a whole number from 0 on; or give step=None for the newest",
         "has parameter/0.weight of shape (3, 2), but must have it of shape (4, 2)",
         "does not belong to this model: 2.bias is missing; the nearest is",
         "has no b, which this state dict has",
@@ -275,6 +279,63 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
             assert theirs["state"][number][key].shape == value.shape
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
     assert [entry.name for entry in list_checkpoints(tmp_path)] == [path.name]
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 5], 0.5),
+    "in a row": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.5, 1.0, 3), lr_scheduler.MultiStepLR(o, [2], 0.5)], [4]
+    ),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_goes_on_where_it_stopped(kind: str, tmp_path: Path) -> None:
+    def begun() -> dict[str, Any]:
+        layer = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        return {"model": layer, "optimizer": optimizer, "schedule": SCHEDULES[kind](optimizer)}
+
+    def rates(stop: int | None) -> list[float]:
+        state, found = begun(), []
+        for step in range(8):
+            if step == stop:
+                p3d.save(state, checkpoint_id=tmp_path, step=step)
+                state = begun()
+                p3d.load(state, checkpoint_id=tmp_path)
+            state["optimizer"].step()
+            state["schedule"].step(*([1.0] if kind == "plateau" else []))
+            found.append(state["optimizer"].param_groups[0]["lr"])
+        return found
+
+    wanted = rates(None)
+    assert len(set(wanted)) > 2
+    assert rates(2) == wanted
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    layer = nn.Linear(1, 1)
+    values = {
+        "counts": {3: {"a": math.inf}, None: [1.5, -math.inf], (1, 2): {}},
+        "shape": (1, [2, "b"]),
+        "flags": [True, None],
+    }
+    p3d.save({"model": layer, **values}, checkpoint_id=tmp_path, step=1)
+    state = {"model": layer, "counts": {}, "shape": (0,), "flags": None}
+    p3d.load(state, checkpoint_id=tmp_path)
+    del state["model"]
+    assert state == values
+
+
+def test_values_that_could_not_be_read_again_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallel3d.checkpoint.manifest._LARGEST_MANIFEST", 5000)
+    state = {"model": nn.Linear(1, 1), "order": list(range(1000))}
+    sentence = said(p3d.save, state, checkpoint_id=tmp_path, step=1)
+    assert "keep long lists in a buffer of the module" in sentence
+    assert entries(tmp_path) == []
 
 
 def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
