@@ -16,6 +16,7 @@ world of any size, every collective and message is done at its `wait()`, and not
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -328,6 +329,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
         self.stream = SimulatedStream(self.index)
+        self.splits = itertools.count()  # numbers the splits, which all members make in one order
         self._name = ""
         self.description = "world"
         is_alone = this_machine().data == "meta"
@@ -401,9 +403,12 @@ class SimulatedNCCL(dist.ProcessGroup):
         """
         if self.wire is not None:
             self.wire.start(f"split into {group_desc}").result()
+        number = next(self.splits)
         if self._rank not in ranks:
             return None
-        prefix = dist.PrefixStore(f"split/{group_name}", self.store)
+        # PyTorch gives the name of a destroyed group to a later one of the same ranks, which must
+        # not read what members of the first have left in the store.
+        prefix = dist.PrefixStore(f"split {number}/{group_name}", self.store)
         at, timeout = list(ranks).index(self._rank), timeout or self.timeout
         made = type(self)(prefix, at, len(ranks), opts, timeout, self.index, self.world)
         made._set_group_name(str(group_name))

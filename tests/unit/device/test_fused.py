@@ -21,6 +21,7 @@ from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.initializer import Initializer
@@ -201,7 +202,7 @@ def test_the_norms_kernel_adds_the_residual_streams_gradient(
 
 
 def dropped(x: Tensor) -> Tensor:
-    return Dropout(7, "layers.1.mlp", 0.3)(x, torch.tensor((5, 2**33)))
+    return Dropout(7, "layers.1.mlp", 0.3)(x, LayerInputs(torch.tensor((5, 2**33))))
 
 
 def dropped_attention(x: Tensor) -> Tensor:
