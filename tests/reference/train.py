@@ -252,7 +252,8 @@ class Muon:
             self.mean[name] = mean = beta * mean + (1 - beta) * gradient
             update = beta * mean + (1 - beta) * gradient
             length = update.square().sum().sqrt()
-            x = update / length if length > 0 else update  # no token chose this expert
+            # torch.optim.Muon divides by no less; few tokens, or none, chose such an expert.
+            x = update / length.clamp(min=1e-7)
             for _ in range(5):
                 square = x @ x.T @ x
                 x = 3.4445 * x - 4.7750 * square + 2.0315 * (x @ x.T @ square)
