@@ -170,6 +170,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly  # the matrix holds most of these in the set of every change
 @pytest.mark.parametrize("sizes", CASES, ids=lambda s: "-".join(map(str, s)))
 def test_training_equals_the_reference(
     sizes: tuple[int, ...], pool: Pool, references: References

@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly  # the matrix holds most of these in the set of every change
 @pytest.mark.parametrize("sizes", CASES, ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
 def test_sharded_training_equals_the_reference(
     sizes: tuple[int, int, int], pool: Pool, references: References
