@@ -83,7 +83,9 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--write-times needs whole files, all sets of them")
         adopt_orphans()
         table = TABLE
-    config.pluginmanager.register(Times(getattr(config, "cache", None) if in_front else None, table))
+    config.pluginmanager.register(
+        Times(getattr(config, "cache", None) if in_front else None, table)
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
