@@ -15,7 +15,7 @@ from parallel3d.blueprint.blueprint import (
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import flops, layer_costs, layer_kinds, ops_of
 from parallel3d.blueprint.stages import StageWeights, head_cost
-from parallel3d.config.values import parts_of
+from parallel3d.models.repeats import Repeats
 from parallel3d.run_config import Config
 from parallel3d.schedules.walk import RankWork
 
@@ -76,7 +76,7 @@ def layer_settings(config: Config) -> LayerSettings:
     """Returns the settings of the layers."""
     return LayerSettings(
         sp=config.sp,
-        recompute=parts_of(config.recompute),
+        repeats=Repeats.of(config.recompute),
         chunks=config.tensor_parallel.chunks,
         mlp_chunks=config.mlp_chunks,
         gather_qk=config.tensor_parallel.attention == "gather_qk",
@@ -105,10 +105,10 @@ def stage_weights(config: Config, balances: bool = False) -> StageWeights:
     `balances`: as in `StageWeights`.
     """
     model, given = config.model, config.schedule.layers_per_stage
-    sp, recompute = config.sp and config.tp > 1, parts_of(config.recompute)
+    sp, again = config.sp and config.tp > 1, Repeats.of(config.recompute).parts
     repeated = every = 0.0
     for kind, count in layer_kinds(model).items():
-        of_kind = model, kind, config.tp, sp, recompute
+        of_kind = model, kind, config.tp, sp, again
         ops = ops_of(*of_kind, ep=config.ep, settings=config.moe)
         repeated += count * flops(ops.repeated, model.seq_length)
         every += count * flops(ops.ops, model.seq_length)

@@ -32,7 +32,6 @@ from parallel3d.config.values import (
     BatchSizes,
     Replicas,
     padded_length,
-    spelled,
 )
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.context_parallel.keys import CONFLICTS as CONTEXT_PARALLEL
@@ -61,6 +60,7 @@ from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.models.keys import CONFLICTS as MODELS
 from parallel3d.models.keys import AttentionKeys, LayerKeys, ModelConfig
+from parallel3d.models.repeats import spelled
 from parallel3d.optim.checks import check_learning_rate, check_treatment
 from parallel3d.optim.keys import CONFLICTS as OPTIM
 from parallel3d.optim.keys import WARM_UPS, OptimConfig
@@ -297,7 +297,6 @@ def check_config(
     layers = LayerCounts(
         num_layers=model.num_layers,
         layers_per_stage=schedule.layers_per_stage,
-        recompute=config.recompute,
         recompute_layers=config.recompute_layers,
         offload_layers=config.offload_layers,
     )

@@ -32,6 +32,7 @@ from parallel3d.blueprint.stages import (
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import Repeats
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
@@ -143,7 +144,7 @@ class LayerSettings:
 
     Attributes:
         sp: whether sequence parallelism is on.
-        recompute: parts of a layer that the backward repeats (`models/recompute.py`).
+        repeats: parts of a layer that the backward computes again.
         chunks: number of pieces into which sequence parallelism splits its communication.
         mlp_chunks: number of pieces in which a recomputed MLP runs.
         gather_qk: whether q and k are gathered over tp (`Attention.project`).
@@ -154,7 +155,7 @@ class LayerSettings:
     """
 
     sp: bool
-    recompute: frozenset[str]
+    repeats: Repeats
     chunks: int
     mlp_chunks: int
     gather_qk: bool
@@ -253,7 +254,7 @@ class Blueprint:
     @cached_property
     def ops(self) -> dict[LayerKind, LayerOps]:
         """For each kind of layer in the model, the operations of such a layer on one rank."""
-        given = self.layout.tp, self.sequence_parallel, self.layer.recompute
+        given = self.layout.tp, self.sequence_parallel, self.layer.repeats.parts
         return {
             kind: ops_of(
                 self.model,

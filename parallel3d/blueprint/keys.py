@@ -13,6 +13,9 @@ from parallel3d.config.values import (
     key,
 )
 
+# Keys that `layout=auto` chooses, unless the command line gives them.
+CHOSEN = ("tp", "cp", "pp", "dp", "vpp", "micro_batch_size", "schedule", "recompute", "zero")
+
 
 @dataclass
 class LayoutKeys:
@@ -66,8 +69,7 @@ class PlacementKeys:
     layout: str = key(
         "given",
         "train: auto takes the planner's best layout that fits the machine described by cluster=; "
-        "tp, cp, pp, dp, vpp, micro_batch_size, schedule, recompute and zero are kept where the "
-        "command line gives them",
+        f"{', '.join(CHOSEN[:-1])} and {CHOSEN[-1]} are kept where the command line gives them",
         choices=("given", "auto"),
         resume=FREE,
         once=True,

@@ -50,7 +50,6 @@ from parallel3d.comm.mirrored import MirroredPeers
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.comm.timed_operations import Site, TimedOperation, prepare
-from parallel3d.config.values import parts_of
 from parallel3d.data.loader import MicroBatch
 from parallel3d.data_parallel.build import data_parallel_engine
 from parallel3d.device import accelerator
@@ -76,6 +75,7 @@ from parallel3d.metrics.provenance import version_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
+from parallel3d.models.repeats import Repeats
 from parallel3d.models.transformer import Stage
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.initializer import Initializer
@@ -291,7 +291,7 @@ class ModelPieces:
         made = [Stage(model, first, usual, first_and_last_share_rank=True)]
         self.counts = [len(layers) for _, layers in stages]
         for blocks, layers in stages:
-            context = dataclasses.replace(usual, recompute=parts_of(tuple(blocks.recompute)))
+            context = dataclasses.replace(usual, repeats=Repeats.of(tuple(blocks.repeats)))
             made.append(Stage(model, StageBlueprint.plain(layers), context))
         last = StageBlueprint.plain(range(0), last=True)
         made.append(Stage(model, last, usual, made[0], True))

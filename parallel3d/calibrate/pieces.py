@@ -15,12 +15,12 @@ from itertools import product
 from typing import NamedTuple
 
 from parallel3d.blueprint.ops import LayerKind, layer_kinds
-from parallel3d.config.values import PARTS
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import GIB
 from parallel3d.host.quotas import available_memory
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import PARTS
 from parallel3d.run_config import Config
 
 # Share of a host's free memory for tensors: a process took 6 % more than a bound of 1.8 GiB.
@@ -77,10 +77,10 @@ def expert_sizes(model: ModelConfig, most: int, least: int = 1) -> list[int]:
 
 
 class Blocks(NamedTuple):
-    """Describes a stage of blocks of one kind, and names the parts that they recompute."""
+    """Describes a stage of blocks of one kind, and names the parts that they repeat."""
 
     kind: LayerKind
-    recompute: Collection[str] = ()
+    repeats: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Extent:
         sizes: micro-batch sizes, rising; at least two.
         blocks: maximum number of blocks of each kind.
         ep: the smallest expert-parallel size.
-        apart: whether the parts of `recompute` are timed one after the other.
+        apart: whether the parts of a layer that are repeated are timed one after the other.
     """
 
     sizes: tuple[int, ...]
@@ -184,7 +184,7 @@ class Extent:
         return Pieces(size, tp=tp, ep=self.ep, most_blocks=self.blocks)
 
     def of_recomputation(self, kind: LayerKind, tp: int) -> list[tuple[Sequence[str], Pieces]]:
-        """Returns parts of `recompute`, with a stage without recomputation and one for each part.
+        """Returns repeated parts, with a stage without recomputation and one for each part.
 
         A rank holds one element of the list at a time.
         """

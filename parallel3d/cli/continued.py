@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from parallel3d.blueprint.keys import CHOSEN
 from parallel3d.checkpoint.identity import flat
 from parallel3d.cli.overrides import experiment_files, groups
 from parallel3d.cli.words import option
@@ -36,7 +37,7 @@ EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
 OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # kept only if pp is kept
 OF_RANKS = ("placement", "rank_file")  # kept only if all sizes are kept
-OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
+OF_THE_PLANNER = (*CHOSEN, *OF_STAGES)
 MOST_SHOWN = 6
 MOST_REFITTED = 4  # keys that may be reduced or dropped together, which bounds the search
 NUMBER = re.compile(r"\d+")

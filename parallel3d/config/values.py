@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -86,13 +85,6 @@ def in_other_precision(kernel: str) -> str:
     return AUTO if kernel in NARROW else kernel
 
 
-# `recompute` lists the parts of a layer that the backward recomputes (`models/recompute.py`).
-
-PARTS = ("norm", "activation", "attention", "mlp", "layer")
-WORDS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("layer",)}
-_IMPLIED = {"mlp": ("activation",), "layer": PARTS[:-1]}
-
-
 def words_of(value: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the words of a value: of a list, a single word, or text such as `[norm,mlp]`."""
     if not isinstance(value, str):
@@ -108,26 +100,6 @@ def padded_length(length: int, cp: int, multiple: int = 1) -> int:
     """
     step = 1 if cp == 1 else math.lcm(2 * cp, cp * multiple)
     return -(-length // step) * step
-
-
-def parts_of(recompute: str | Sequence[str]) -> frozenset[str]:
-    """Returns the recomputed parts, without those that other parts include."""
-    is_word = isinstance(recompute, str) and recompute in WORDS
-    return _least(WORDS[str(recompute)] if is_word else words_of(recompute))
-
-
-@functools.lru_cache(maxsize=256)
-def _least(parts: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(parts).difference(*(_IMPLIED.get(part, ()) for part in parts))
-
-
-def spelled(recompute: str | Sequence[str]) -> str:
-    """Returns `recompute` as text: a word such as "full" if it means the same, or else the parts.
-
-    The parts are in the order of PARTS.
-    """
-    least = tuple(sorted(parts_of(recompute), key=PARTS.index))
-    return next((word for word, means in WORDS.items() if means == least), f"[{','.join(least)}]")
 
 
 LOGGERS = ("wandb", "tensorboard")

@@ -30,7 +30,6 @@ from parallel3d.blueprint.ops import (
 from parallel3d.blueprint.parameters import TABLE, WORD_TABLE, trained_shares
 from parallel3d.blueprint.rank import LayersOfKind, PipelineRank, StageBlueprint
 from parallel3d.config.fields import check_fields
-from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import EXPERTS, StepTime, hidden_seconds, sizes_of_model
 from parallel3d.estimate.memory import peak_memory
@@ -45,6 +44,7 @@ from parallel3d.estimate.traffic import OVERLAPPED, group_size, transfers
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.files import plain, read_bounded
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import PARTS, parts_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.actions import Action
 from parallel3d.schedules.orders import StageAssignment

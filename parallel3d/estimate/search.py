@@ -21,7 +21,6 @@ from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.blueprint.stages import balance_chunks, balance_layers, head_cost
 from parallel3d.config.fields import show
-from parallel3d.config.values import PARTS, parts_of, spelled
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device
 from parallel3d.errors import UserError, nearest
@@ -45,6 +44,7 @@ from parallel3d.estimate.fitted_cost import (
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import PARTS, parts_of, spelled
 from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import AnyConfig, Config
 from parallel3d.schedules.orders import StageAssignment
@@ -80,7 +80,7 @@ class LayoutChoice:
     dp: int
     micro_batch_size: int
     schedule: str
-    recompute: str  # text from `config.values.spelled`
+    recompute: str  # text from `models.repeats.spelled`
     zero: int
     cp: int = 1
     ep: int = 1

@@ -99,7 +99,7 @@ class _Experts(torch.autograd.Function):
         del grad_active
 
         # A deferred weight gradient keeps only x and `inner`, and calls these functions to
-        # recompute the gathered rows and the activations.
+        # compute the gathered rows and the activations.
         def active_rows() -> Tensor:
             return _weighed(inner, chosen, ctx.activation)
 

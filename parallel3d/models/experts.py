@@ -15,12 +15,12 @@ from parallel3d.experts.grouped import Activation, run_experts
 from parallel3d.experts.route import TokenRoute, new_route
 from parallel3d.experts.router import Router
 from parallel3d.experts.rows import Rows
+from parallel3d.models.checkpointing import recomputed
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.mlp import MLP, activate
 from parallel3d.models.ops import weighed_backward, weighed_forward
-from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 
@@ -87,7 +87,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         prefix = f"layers.{layer}.mlp"
-        self.recompute = ctx.recompute
+        self.repeats = ctx.repeats
         self.tp = ctx.tp
         self.sp = ctx.sequence_parallel
         self.ep = ctx.ep
@@ -98,12 +98,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(f"{prefix}.experts", model, ctx)
         self.shared = self.shared_gate = None
         if model.shared_expert_size:
-            # This module recomputes its norm, or all of its forward, so the shared expert must not
-            # recompute these again. In the second case it gets `layer` instead, so that its linear
-            # layers let a recomputation that ends with them stop before the last GEMM.
-            outer = {"layer"} if "mlp" in ctx.recompute else set()
-            inside = replace(ctx, recompute=ctx.recompute - {"norm", "mlp"} | outer)
-            width = model.shared_expert_size
+            inside, width = replace(ctx, repeats=ctx.repeats.inside_mlp), model.shared_expert_size
             self.shared = MLP(f"{prefix}.shared", width, model, inside, bias=False)
             if model.shared_expert_gate:
                 shape = (1, model.hidden_size)
@@ -117,9 +112,9 @@ class MixtureOfExperts(nn.Module):
         x and the result are (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
         `inputs.route` must be there (`new_route`).
         """
-        if {"mlp", "norm"} <= self.recompute:
+        if self.repeats.mlp_with_norm:
             return recomputed(lambda x: self.inner(norm(x), inputs), x)
-        if "mlp" in self.recompute:
+        if self.repeats.mlp:
             return recomputed(self.inner, norm(x), inputs)
         return self.inner(norm(x), inputs)
 

@@ -15,12 +15,9 @@ from parallel3d.config.values import (
     KERNELS,
     NARROW,
     PACKAGES,
-    PARTS,
     REFUSED,
     REPORTED,
-    WORDS,
     key,
-    parts_of,
 )
 from parallel3d.experts.keys import ExpertKeys
 from parallel3d.models.dialect import (
@@ -36,6 +33,7 @@ from parallel3d.models.dialect import (
     Rope,
     RopeKeys,
 )
+from parallel3d.models.repeats import PARTS, WORDS, Repeats
 
 
 @dataclass
@@ -421,11 +419,11 @@ class AttentionKeys:
 
 
 def _leaves_mlp(recompute: Any) -> bool:
-    return "mlp" not in parts_of(recompute)
+    return not Repeats.of(recompute).mlp
 
 
 def _is_none(recompute: Any) -> bool:
-    return not parts_of(recompute)
+    return not Repeats.of(recompute)
 
 
 CONFLICTS = (

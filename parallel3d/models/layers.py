@@ -21,6 +21,7 @@ from parallel3d.models.attention import choose_kernel
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.ops import Heads, add_rms_norm, gain_of, heads_of, rms_norm
+from parallel3d.models.repeats import NOTHING, Repeats
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.pipeline.offload import ActivationOffload
@@ -34,7 +35,7 @@ class BuildContext:
     init: Initializer
     tp: Group
     sp: bool
-    recompute: frozenset[str] = frozenset()  # parts that the backward recomputes (`recompute.py`)
+    repeats: Repeats = NOTHING  # parts that the backward computes again (`checkpointing.py`)
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # whether the cross entropy is in half precision
     chunks: int = 1  # number of pieces in which sequence parallelism communicates
@@ -68,7 +69,7 @@ class BuildContext:
             init,
             tp,
             layer.sp,
-            layer.recompute,
+            layer.repeats,
             blueprint.loss,
             blueprint.half_loss,
             layer.chunks,
@@ -97,7 +98,7 @@ class BuildContext:
             "init": self.init,
             "sequence_parallel": self.sp,
             "chunks": self.chunks,
-            "recomputed": bool(self.recompute),
+            "recomputed": bool(self.repeats),
             "sum_partial_gradients": False,
         }
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.models.checkpointing import checkpoint_up_to_linear
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.ops import geglu, swiglu
-from parallel3d.models.recompute import checkpoint_up_to_linear
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -42,8 +42,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = model.activation
-        self.recompute = ctx.recompute
-        self.chunks = ctx.mlp_chunks if "mlp" in ctx.recompute else 1
+        self.repeats = ctx.repeats
+        self.chunks = ctx.mlp_chunks if ctx.repeats.mlp else 1
         names = ("gate", "up") if model.is_gated else ("up",)
         common = ctx.linear_arguments | {"bias": bias}
         self.up = ColumnParallelLinear(
@@ -61,14 +61,12 @@ class MLP(nn.Module):
         self, x: Tensor, norm: Callable[[Tensor], Tensor], _: LayerInputs | None = None
     ) -> Tensor:
         """Returns the output for norm(x); nothing else about the tokens matters."""
-        if {"mlp", "norm"} <= self.recompute:
+        if self.repeats.mlp_with_norm:
             return self.in_chunks(lambda x: self.inner(norm(x)), x)
-        if "mlp" in self.recompute:
+        if self.repeats.mlp:
             return self.in_chunks(self.inner, norm(x))
-        x = checkpoint_up_to_linear(self.up, norm, x, recompute="norm" in self.recompute)
-        return checkpoint_up_to_linear(
-            self.down, self.activate, x, recompute="activation" in self.recompute
-        )
+        x = checkpoint_up_to_linear(self.up, norm, x, again=self.repeats.norm)
+        return checkpoint_up_to_linear(self.down, self.activate, x, again=self.repeats.activation)
 
     def in_chunks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Returns down(function(x)), computed for one chunk of tokens at a time.
@@ -76,11 +74,11 @@ class MLP(nn.Module):
         The backward recomputes `function` of each chunk.
         """
         if self.chunks == 1:
-            return checkpoint_up_to_linear(self.down, function, x, recompute=True)
+            return checkpoint_up_to_linear(self.down, function, x, again=True)
         chunks = x.chunk(self.chunks, dim=1)
         for linear in (self.up, self.down):
             state_of(linear.weight).additions = len(chunks)
-        run = partial(checkpoint_up_to_linear, self.down, function, recompute=True)
+        run = partial(checkpoint_up_to_linear, self.down, function, again=True)
         return torch.cat([run(chunk) for chunk in chunks], dim=1)
 
     def inner(self, x: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.attention import AttentionOptions, causal_attention
+from parallel3d.models.checkpointing import (
+    checkpoint_up_to_linear,
+    recomputed,
+    shared_inductor,
+    without_inplace_reuse,
+)
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
@@ -28,12 +34,7 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std
 from parallel3d.models.mlp import MLP
-from parallel3d.models.recompute import (
-    checkpoint_up_to_linear,
-    recomputed,
-    shared_inductor,
-    without_inplace_reuse,
-)
+from parallel3d.models.repeats import NOTHING
 from parallel3d.models.rotary import (
     Positions,
     rope_switch,
@@ -69,10 +70,10 @@ class Attention(nn.Module):
         # With fewer key-value heads than ranks, a head is on all ranks that have its query heads.
         replicas = max(1, ctx.tp.size // model.kv_heads)
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
-        self.recompute = ctx.recompute
+        self.repeats = ctx.repeats
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
-        keeps = ctx.cp_style == "gather" and not ctx.recompute.isdisjoint(("attention", "layer"))
+        keeps = ctx.cp_style == "gather" and ctx.repeats.mixer
         cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
         prefix = f"layers.{layer}.attention"
         dropout = None
@@ -109,8 +110,8 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
-        qkv, recompute = self.project(x, norm), "attention" in self.recompute
-        return checkpoint_up_to_linear(self.out, self.attend, qkv, inputs, recompute=recompute)
+        qkv, again = self.project(x, norm), self.repeats.attention
+        return checkpoint_up_to_linear(self.out, self.attend, qkv, inputs, again=again)
 
     def attend(self, qkv: Tensor, inputs: LayerInputs) -> Tensor:
         if self.qk_norm is not None:
@@ -123,7 +124,7 @@ class Attention(nn.Module):
 
         With `tensor_parallel.attention=gather_qk` the ranks first all-gather q and k of all heads.
         """
-        qkv = checkpoint_up_to_linear(self.qkv, norm, x, recompute="norm" in self.recompute)
+        qkv = checkpoint_up_to_linear(self.qkv, norm, x, again=self.repeats.norm)
         if not self.gathers:
             return qkv
         v_size = self.kv_heads * self.head_dim
@@ -140,10 +141,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        # Recomputing norms that follow attention or MLP would save nothing, because other
-        # operations keep the inputs and the results of these norms anyway.
         if model.norm_position == "after":
-            ctx = replace(ctx, recompute=ctx.recompute - {"norm"})
+            ctx = replace(ctx, repeats=ctx.repeats.without_norms)
 
         def norm(name: str) -> Norm | None:
             there = name in model.layer_norms
@@ -162,8 +161,7 @@ class TransformerBlock(nn.Module):
         self.residual_scale = model.residual_scale
         self.attention_dropout = ctx.dropout(f"layers.{layer}.attention", model)
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
-        self.recompute = "layer" in ctx.recompute
-        self.keeps_norms = "norm" not in ctx.recompute
+        self.repeats = ctx.repeats
         self._run: RunBlock = TransformerBlock.run
         self._run_attention: RunAttention = TransformerBlock.attended
 
@@ -179,7 +177,7 @@ class TransformerBlock(nn.Module):
 
     def run(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         inputs = self.with_route(inputs)
-        if self.recompute:
+        if self.repeats.layer:
             return recomputed(self.layer, x, inputs)
         return self.layer(x, inputs)
 
@@ -198,8 +196,7 @@ class TransformerBlock(nn.Module):
     def kind(self) -> tuple[Hashable, ...]:
         """Returns what distinguishes blocks whose compiled code differs: first their attention."""
         attention, experts = self.attention, isinstance(self.mlp, MixtureOfExperts)
-        parts = frozenset(attention.recompute), self.recompute, self.keeps_norms
-        return attention.options.window, attention.options.rope, experts, *parts
+        return attention.options.window, attention.options.rope, experts, self.repeats
 
     def added_by_attention(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns attention's output `y` after its norm, dropout and scaling, to be added to x."""
@@ -234,7 +231,7 @@ class TransformerBlock(nn.Module):
         """
         if norm is None:
             return x if y is None else x + y, lambda x: x
-        if self.keeps_norms and norm.is_fused_with_sum(x):
+        if not self.repeats.norm and norm.is_fused_with_sum(x):
             x, normed = norm.add(x, y)
             return x, lambda _: normed
         return x if y is None else x + y, norm
@@ -317,7 +314,7 @@ class Stage(nn.Module):
             self.tied_table = "embedding.word.weight" if first else "head.table"
         uses = 2 if first_and_last_share_rank and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses, self.tied_table is not None) if first else None
-        recomputed, without = held.layers[: held.recomputed], replace(ctx, recompute=frozenset())
+        recomputed, without = held.layers[: held.recomputed], replace(ctx, repeats=NOTHING)
         self.layers = nn.ModuleDict(
             {
                 str(i): TransformerBlock(i, model, ctx if i in recomputed else without)

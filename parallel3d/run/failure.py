@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.config.values import spelled
 from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line, print_line
 from parallel3d.files import read_bounded, replace_durably
 from parallel3d.loop.keys import TrainConfig
+from parallel3d.models.repeats import spelled
 from parallel3d.resolve import layout_of
 from parallel3d.run.directory import FAILURES, discard_unused
 from parallel3d.run.launch import Worker

@@ -26,14 +26,12 @@ class LayerCounts(NamedTuple):
     Attributes:
         num_layers: `model.num_layers`.
         layers_per_stage: number of layers of each stage, or None if they are balanced by cost.
-        recompute: the key `recompute`.
         recompute_layers: number of layers that each stage recomputes, or None.
         offload_layers: number of layers that each stage offloads, or None.
     """
 
     num_layers: int
     layers_per_stage: list[int] | None
-    recompute: Any
     recompute_layers: list[int] | None
     offload_layers: list[int] | None
 

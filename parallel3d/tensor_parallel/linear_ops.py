@@ -300,7 +300,8 @@ def run_backward(
 
 
 # The autograd nodes keep weights in `ctx` itself, not among the saved tensors, because
-# recomputation (`models/recompute.py`) replaces saved tensors with new ones without `main_grad`.
+# recomputation (`models/checkpointing.py`) replaces saved tensors with new ones that have no
+# `main_grad`.
 
 
 class _Keep(torch.autograd.Function):

@@ -156,7 +156,7 @@ ROTARY = Seam("models.rotary:rotary_tables")
 POSITIONS = Seam("models.transformer:Stage.with_positions")
 ADDED_BY_ATTENTION = Seam("models.transformer:TransformerBlock.added_by_attention")
 DIFFERENTIATED = Seam("context_parallel.document_attention:differentiate_block")
-RECOMPUTED = Seam("models.recompute:recomputed")
+RECOMPUTED = Seam("models.checkpointing:recomputed")
 COMPILED = Seam("models.transformer:compile_blocks")
 
 # Experts

@@ -24,8 +24,8 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import make_documents
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.attention import AttentionOptions, attend_split
+from parallel3d.models.checkpointing import recomputed
 from parallel3d.models.layer_inputs import LayerInputs
-from parallel3d.models.recompute import recomputed
 from parallel3d.run.keys import LaunchConfig
 from tests.distributed.pool import Pool
 from tests.unit.context_parallel.test_attention import PACKS, explicit, random_inputs

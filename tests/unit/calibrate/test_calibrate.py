@@ -132,7 +132,7 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
     for times in pieces.runs():
         assert set(times) == {"action", "update", *actions} and min(times.values()) > 0
     plain, again = (stage.layers.values() for stage in pieces.executor.stages[1:3])  # type: ignore[attr-defined]
-    assert all(b.recompute for b in again) and not any(b.recompute for b in plain)
+    assert all(b.repeats for b in again) and not any(b.repeats for b in plain)
 
 
 @pytest.mark.nightly

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from parallel3d.config.fields import all_keys
-from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import parts_of
 from parallel3d.run_config import Config, check_config
 from tests.pace import in_time
 

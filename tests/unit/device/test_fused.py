@@ -19,11 +19,11 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents
 from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
+from parallel3d.models.checkpointing import recomputed
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, QKNorm
-from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.tensor_parallel import loss as cross_entropy
 from parallel3d.tensor_parallel.loss import ChunkLoss, Objective

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from parallel3d.blueprint.dispatch import chosen_way, share_sent
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.values import parts_of
 from parallel3d.experts.balance import Balance
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, output_std
+from parallel3d.models.repeats import Repeats
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.distributed.seams import CHOSEN, EXPERTS, Seam
@@ -34,7 +34,7 @@ ROWS = Seam("experts.rows:evenly")
 
 def layer(recompute: str = "none", ep: Group = SINGLE) -> MixtureOfExperts:
     init = Initializer(5, torch.float64, torch.device("cpu"))
-    context = BuildContext(init, SINGLE, sp=False, recompute=parts_of(recompute), ep=ep)
+    context = BuildContext(init, SINGLE, sp=False, repeats=Repeats.of(recompute), ep=ep)
     return MixtureOfExperts(1, MODEL, context)
 
 

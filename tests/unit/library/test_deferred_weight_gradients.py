@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.library.split_backward import SplitBackward
-from parallel3d.models.recompute import recomputed
+from parallel3d.models.checkpointing import recomputed
 from parallel3d.parameters.state import WeightGradients, state_of
 from parallel3d.tensor_parallel.linear_ops import linear_node
 

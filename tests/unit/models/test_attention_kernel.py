@@ -27,11 +27,11 @@ from parallel3d.models.attention import (
     causal_attention,
     choose_kernel,
 )
+from parallel3d.models.checkpointing import recomputed
 from parallel3d.models.decoding import Decoder
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
-from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config

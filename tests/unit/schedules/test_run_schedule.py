@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.blueprint.ops import layer_flops
-from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import parts_of
 from parallel3d.resolve import blueprint_of, stage_weights
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.choose import choose, measure

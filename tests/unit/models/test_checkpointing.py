@@ -15,10 +15,10 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.comm.group import SINGLE
-from parallel3d.config.values import parts_of
 from parallel3d.models import ops, transformer
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
+from parallel3d.models.repeats import Repeats
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
@@ -39,7 +39,7 @@ def middle_stage(recompute: str = "none", layers: int = LAYERS, first: int | Non
     """Layers without embedding and head; parameters keep their gradients in main_grad. `first`:
     how many of them recompute."""
     init = Initializer(5, torch.float32, torch.device("cpu"))
-    context = BuildContext(init, SINGLE, sp=False, recompute=parts_of(recompute))
+    context = BuildContext(init, SINGLE, sp=False, repeats=Repeats.of(recompute))
     held = StageBlueprint.plain(range(layers))
     if first is not None:
         held = replace(held, recomputed=first)
@@ -221,7 +221,10 @@ def test_layers_of_an_8b_model_keep_two_gib_of_activations_for_a_sequence() -> N
     kept = {}
     for recompute in ("none", "full"):
         context = BuildContext(
-            Initializer(1, torch.bfloat16, torch.device("meta")), SINGLE, False, parts_of(recompute)
+            Initializer(1, torch.bfloat16, torch.device("meta")),
+            SINGLE,
+            False,
+            Repeats.of(recompute),
         )
         stage = Stage(model, StageBlueprint.plain(range(model.num_layers)), context)
         sizes: dict[int, int] = {}

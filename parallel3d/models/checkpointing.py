@@ -1,23 +1,11 @@
-"""Activation recomputation (Chen et al. 2016; Korthikanti et al. 2022 §5), and compiler backends.
+"""Activation checkpointing (Chen et al. 2016; Korthikanti et al. 2022 §5), and compiler backends.
 
-| part of a layer | no longer kept by the layer | recomputed in the backward |
-|---|---|---|
-| norm | the results of both norms | both norms, from the residual stream |
-| activation | the input of `down` | the non-linearity, from the result of `up` |
-| attention | everything between `qkv` and `out` | attention, from the result of `qkv` |
-| mlp | the result of `up`, the input of `down` | both, from the result of the norm |
-| layer | everything but its input | the layer, up to the input of its last GEMM |
-
-The key `recompute` lists such parts: `none` means no part, `selective` attention, and `full` the
-whole layer. With norm and mlp the MLP is recomputed from the residual stream. `recompute_layers`
-limits recomputation to the first layers of a stage. The limit may differ by stage, because early
-stages hold the activations of most micro-batches.
-
-Communication is repeated in the same order on every rank of a tensor-parallel group. `layer`
-repeats one all-reduce without sequence parallelism, and two all-gathers and a reduce-scatter with
-it. `mlp` repeats one all-gather with sequence parallelism. Other parts repeat no communication. A
-recomputed part ends in a linear layer, whose GEMM and reduction are not repeated. Only a whole
-layer that ends in a norm (`model.norm_position`) repeats both, because the norm needs their result.
+`repeats.py` lists the parts of a layer that may be checkpointed. Communication is repeated in the
+same order on every rank of a tensor-parallel group. `layer` repeats one all-reduce without sequence
+parallelism, and two all-gathers and a reduce-scatter with it. `mlp` repeats one all-gather with
+sequence parallelism. Other parts repeat no communication. A checkpointed part ends in a linear
+layer, whose GEMM and reduction are not repeated. Only a whole layer that ends in a norm
+(`model.norm_position`) repeats both, because the norm needs their result.
 """
 
 from __future__ import annotations
@@ -49,16 +37,16 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def checkpoint_up_to_linear(
-    linear: Callable[[Tensor], Tensor], function: Callable[..., Tensor], *args: Any, recompute: bool
+    linear: Callable[[Tensor], Tensor], function: Callable[..., Tensor], *args: Any, again: bool
 ) -> Tensor:
     """Returns `linear(function(*args))`.
 
-    With `recompute`, the backward recomputes the input of the linear layer but not its GEMM. In
+    With `again`, the backward computes the input of the linear layer again, but not its GEMM. In
     eager mode the linear layer is inside the checkpoint, which ends with its input (see
     `linear_ops._Keep`). In a compiled block it is outside, because the compiler keeps no result
     from inside a checkpoint and would run the GEMM again.
     """
-    if not recompute:
+    if not again:
         return linear(function(*args))
     if torch.compiler.is_compiling():
         return linear(recomputed(function, *args))
