@@ -384,9 +384,8 @@ def tensors_of(
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
         left_out = range(model.num_layers, model.num_layers + mtp)
-        tied = model.tie_embeddings
         experts = model.num_experts
-        keys = _match(folder, tensors, where, kind, left_out, experts, tied=tied, wrapped=wrapped)
+        keys = _match(folder, tensors, where, kind, left_out, experts, wrapped=wrapped)
         for tensor in tensors:
             if wanted is not None and not wanted & {*tensor.parts}:
                 continue
@@ -530,7 +529,6 @@ def _match(
     left_out: range,
     experts: int,
     *,
-    tied: bool,
     wrapped: bool,
 ) -> dict[str, Place]:
     """Maps transformers' names to places in the files, whose names may lack the prefix.
@@ -541,6 +539,7 @@ def _match(
     """
     keys: dict[str, Place] = {}
     heads = spellings(HEAD, wrapped=wrapped)
+    tied = all(tensor.name != HEAD for tensor in tensors)
     for tensor in tensors:
         may_be = places(tensor.name, kind, wrapped=wrapped)
         may_be += [Place(k) for k in heads] if tied and tensor.name == EMBEDDINGS[kind] else []

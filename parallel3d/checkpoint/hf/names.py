@@ -10,7 +10,7 @@ from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
 from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
 from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of
 
-HEAD = "lm_head.weight"
+HEAD, OWN_HEAD = "lm_head.weight", "head.weight"
 ROUTER = "mlp.router"
 EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
 EMBEDDINGS[GPT2] = "transformer.wte.weight"
@@ -100,9 +100,8 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
         pairs = turned if FAMILIES[kind].pairs and module in TURNED else None
         wide = parts[0] in states
         tensors.append(HFTensor(theirs, parts, rows, shape, transposed, wide, pairs))
-    if not model.tie_embeddings:
-        shape = (model.vocab_size, model.hidden_size)
-        tensors.append(HFTensor(HEAD, ("head.weight",), shape[:1], shape))
+    if (shape := shapes.get(OWN_HEAD)) is not None:
+        tensors.append(HFTensor(HEAD, (OWN_HEAD,), shape[:1], shape))
     return tensors
 
 

@@ -78,8 +78,9 @@ LLAMA3 = {
     ],
 )
 def test_every_logical_tensor_has_its_place_once(model: ModelConfig) -> None:
-    parts = [part for tensor in hf_tensors(model, hf_kind(model)) for part in tensor.parts]
-    assert sorted(parts) == sorted(full_shapes_of(model))
+    tensors = hf_tensors(model, hf_kind(model))
+    assert sorted(part for t in tensors for part in t.parts) == sorted(full_shapes_of(model))
+    assert len({tensor.name for tensor in tensors}) == len(tensors)
 
 
 @pytest.mark.parametrize(
