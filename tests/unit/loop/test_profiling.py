@@ -26,7 +26,7 @@ from parallel3d.loop.profiling import StepProfiler, layers_shown, longest
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
-from tests.unit.models.test_recompute import NOTHING, hidden, middle_stage
+from tests.unit.models.test_checkpointing import NOTHING, hidden, middle_stage
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from parallel3d import private_names
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.comm.group import SINGLE
-from parallel3d.models import recompute, transformer
+from parallel3d.models import checkpointing, transformer
 from parallel3d.models.transformer import (
     VARIANTS,
     BuildContext,
@@ -24,7 +24,7 @@ from parallel3d.models.transformer import (
 )
 from parallel3d.parameters.initializer import Initializer
 from tests.kernels import no_kernels
-from tests.unit.models.test_recompute import MODEL, NOTHING, hidden, middle_stage
+from tests.unit.models.test_checkpointing import MODEL, NOTHING, hidden, middle_stage
 
 
 @pytest.mark.nightly
@@ -37,7 +37,7 @@ def test_ranks_take_turns_to_compile_on_a_cpu_only(
 
     monkeypatch.setattr(private_names, "inductor_cache", lambda: str(tmp_path))
     if on_accelerator:
-        monkeypatch.setattr(recompute, "is_on_accelerator", lambda tensor: True)
+        monkeypatch.setattr(checkpointing, "is_on_accelerator", lambda tensor: True)
     torch._dynamo.reset()
     stage = middle_stage("none", layers=1)
     compile_blocks([stage], saves_operands=False)
