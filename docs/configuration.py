@@ -13,7 +13,7 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import (
     Key,
     all_keys,
-    megatron_flags,
+    other_names,
     sections_of,
     show,
 )
@@ -132,7 +132,7 @@ def _sections() -> str:
 def _megatron_table() -> str:
     rows = [
         (f"`{flag}`", f"`{all_keys(Config)[name].typed}`", row.differs or "")
-        for name, row in megatron_flags().items()
+        for name, row in other_names().items()
         for flag in row.flags
     ]
     return _table(("Megatron-LM flag", "parallel3d key", "note"), rows)

@@ -216,13 +216,13 @@ def with_values(config: AnyKeys, values: Mapping[str, Any]) -> AnyKeys:
     return dataclasses.replace(config, **changed)
 
 
-class MegatronFlags(NamedTuple):
-    """Flags of Megatron-LM that mean the same as a key, and how their meaning differs.
+class OtherNames(NamedTuple):
+    """Names that other trainers have for a key, and how their meaning differs.
 
     Attributes:
-        flags: the flags.
-        differs: how their meaning differs, or None if it is the same.
-        names: names of other trainers for the key, with how the meaning of each differs.
+        flags: the flags of Megatron-LM.
+        differs: how the flags' meaning differs, or None if it is the same.
+        names: names of further trainers, with how the meaning of each differs.
     """
 
     flags: tuple[str, ...] = ()
@@ -231,13 +231,14 @@ class MegatronFlags(NamedTuple):
 
 
 @functools.cache
-def megatron_flags() -> dict[str, MegatronFlags]:
-    """Returns the flags of Megatron-LM by key, as `megatron.yaml` lists them."""
+def other_names() -> dict[str, OtherNames]:
+    """Returns other trainers' names by key, as `other_trainers.yaml` lists them."""
     import yaml  # imported here, because a script's environment may lack PyYAML
 
-    rows = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
+    file = Path(__file__).with_name("other_trainers.yaml")
+    rows = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {
-        name: MegatronFlags(tuple(row.get("flags", ())), row.get("differs"), row.get("names", {}))
+        name: OtherNames(tuple(row.get("flags", ())), row.get("differs"), row.get("names", {}))
         for name, row in rows.items()
     }
 
@@ -253,7 +254,7 @@ def nearest_key(given: str, schema: type) -> str | None:
     keys = all_keys(schema)
     flags = {
         flag.lstrip("-").replace("-", "_"): name
-        for name, row in megatron_flags().items()
+        for name, row in other_names().items()
         if name in keys
         for flag in row.flags
     }
@@ -262,10 +263,7 @@ def nearest_key(given: str, schema: type) -> str | None:
         leaves.setdefault(key.leaf, name)
     section, _, leaf = given.rpartition(".")
     theirs = {
-        theirs: name
-        for name, row in megatron_flags().items()
-        if name in keys
-        for theirs in row.names
+        theirs: name for name, row in other_names().items() if name in keys for theirs in row.names
     }
     exact = given if given in keys else flags.get(given) or theirs.get(given) or leaves.get(leaf)
     names = {name: name for name in (*keys, *sections_of(schema))}
@@ -285,7 +283,7 @@ def unknown_key(given: str, schema: type, value: Any = None) -> str:
     if name is None:
         close = "docs/configuration.md lists all keys"
     else:
-        row = megatron_flags().get(name, MegatronFlags())
+        row = other_names().get(name, OtherNames())
         flags, differs = [flag.strip("-") for flag in row.flags], row.differs
         key = all_keys(schema).get(name)
         close = f"the nearest is {key.typed if key else name}"

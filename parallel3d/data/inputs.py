@@ -587,18 +587,13 @@ class InputFiles(NamedTuple):
     lines: list[str]
 
 
-def find_inputs(given: str, kind: str | None = None, text_key: str = "text") -> list[Input]:
-    """Returns the files of `input=…`, each once.
+def take_inputs(given: str, kind: str | None = None, text_key: str = "text") -> InputFiles:
+    """Returns the files of `input=…`, each once, and sentences on how folders and globs are read.
 
     `kind` is the kind of all files, or None if each file's name determines it. A .json file with
     the key `text_key` holds rows. Raises UserError for an item that is missing, cannot be listed or
     read, or holds no files.
     """
-    return take_inputs(given, kind, text_key).inputs
-
-
-def take_inputs(given: str, kind: str | None = None, text_key: str = "text") -> InputFiles:
-    """Returns the files of `find_inputs`, and sentences on how folders and globs are read."""
     items = items_of(given, f"input={show(given)}", HOW)
     found: dict[str, Input] = {}
     lines = []

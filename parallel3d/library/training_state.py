@@ -30,6 +30,7 @@ from parallel3d.checkpoint.manifest import (
     PARAMETER,
     Manifest,
     list_checkpoints,
+    read_manifest,
     read_together,
     reason,
     step_folder,
@@ -146,20 +147,23 @@ def load(
     path = _chosen(folder, step)
     if path is None:
         return None
-    shapes, why = read_together(lambda: stored_shapes(path), _share)
-    if shapes is None:
+    stored, why = read_together(lambda: (read_manifest(path), stored_shapes(path)), _share)
+    if stored is None:
         raise UserError(f"load({folder}): {why}; give another step")
+    manifest, shapes = stored
     wanted = [n for n, value in sharded_state_dict(net).items() if isinstance(value, Tensor)]
     _check_names(path, wanted, shapes)
-    chunks, moments = _together(lambda: _to_fill(path, net, optimizer, shapes))
-    with torch.no_grad():
-        manifest, why = read_together(lambda: read_state(path, chunks), _share)
-    if manifest is None:
-        raise UserError(f"load({folder}): {why}; give another step")
     saved, extra = _script_of(manifest, path)
     found = _together(lambda: _others_of(extra, others, path))
     if optimizer is not None:
         _together(lambda: _check_groups(optimizer, net, saved, path))
+    # All checks come before this: a refusal leaves the module as it was.
+    chunks, moments = _together(lambda: _to_fill(path, net, optimizer, shapes))
+    with torch.no_grad():
+        filled, why = read_together(lambda: read_state(path, chunks), _share)
+    if filled is None:
+        raise UserError(f"load({folder}): {why}; give another step")
+    if optimizer is not None:
         _restore(optimizer, net, moments, saved)
     for name in others:
         if hasattr(state_dict[name], "load_state_dict"):

@@ -37,31 +37,6 @@ def open_data(
 
     `has_source`: whether the weights come from another run or a folder (`init_from`).
     """
-    data, corpus = open_training_corpus(data, model, worker, groups, device, has_source=has_source)
-    sets = open_sets(data, corpus, model.seq_length, model.vocab_size)
-    if worker.rank == 0:
-        for one in (corpus, *sets.values()):
-            for sentence in one.told:
-                print_line(sentence)
-    for opened in sets.values():
-        check_same_text(opened, groups.world, device)
-    return data, corpus, sets
-
-
-def open_training_corpus(
-    data: DataConfig,
-    model: ModelConfig,
-    worker: Worker,
-    groups: ProcessGroups,
-    device: torch.device,
-    *,
-    has_source: bool,
-) -> tuple[DataConfig, Corpus | Blend]:
-    """Opens the corpus; collective.
-
-    Returns the `data` section with the run's own tokenizer, and the corpus. Raises UserError if the
-    ranks read different texts. `has_source`: as in `open_data`.
-    """
     data = with_own_tokenizer(data, worker.run_dir)
     corpus = open_corpus(data, model.seq_length, vocab_size=model.vocab_size)
     check_same_text(corpus, groups.world, device)
@@ -72,7 +47,14 @@ def open_training_corpus(
         known = corpus.tokenizer, corpus.roles
         for sentence in keep_tokenizer(data, worker.run_dir, *known, is_begun=is_begun):
             print_line(sentence)
-    return data, corpus
+    sets = open_sets(data, corpus, model.seq_length, model.vocab_size)
+    if worker.rank == 0:
+        for one in (corpus, *sets.values()):
+            for sentence in one.told:
+                print_line(sentence)
+    for opened in sets.values():
+        check_same_text(opened, groups.world, device)
+    return data, corpus, sets
 
 
 def make_trainer(

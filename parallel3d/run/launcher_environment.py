@@ -367,7 +367,10 @@ def _numbered(given: Mapping[str, str], row: RankVariables) -> Claim | None:
 
 
 # Variables with the rank, set by launchers that give no number of ranks, or have no row.
-RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "PMI_ID", "MPIRUN_RANK", "HOROVOD_RANK")
+RANKS_ALONE = (
+    *("PMIX_RANK", "PALS_RANKID", "PMI_ID", "MPIRUN_RANK"),
+    *("HOROVOD_RANK", "ALPS_APP_PE"),
+)
 
 
 def _ranks_alone(given: Mapping[str, str]) -> list[Claim]:

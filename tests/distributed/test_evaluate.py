@@ -14,7 +14,7 @@ from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.checkpoint.command import checkpoint
-from parallel3d.commands.evaluate.command import Request, scores_of
+from parallel3d.commands.evaluate.command import Request, score_requests
 from parallel3d.commands.evaluate.rows import Likelihood
 from parallel3d.commands.from_run import EVAL, of_run
 from parallel3d.commands.generate import load_newest
@@ -66,7 +66,9 @@ def scored(
         config = of_run(EVAL, typed)
         stage = blank_stage(blueprint_of(config), groups, torch.device("cpu"))
         load_newest(Path(runs, "mine"), config.eval, stage, groups)
-        found.append(scores_of(requests(4), stage, groups, batch_tokens, config.model.hidden_size))
+        found.append(
+            score_requests(requests(4), stage, groups, batch_tokens, config.model.hidden_size)
+        )
         groups.close()
     return found
 

@@ -184,6 +184,8 @@ def refusals(folder: str) -> list[str]:
     pipe = p3d.Pipeline([nn.Linear(2, 3), nn.Linear(3, 2)], group)
     optimizer = torch.optim.Adam(pipe.parameters())
     p3d.save({"model": pipe, "optimizer": optimizer, "a": 1}, checkpoint_id=folder, step=1)
+    for parameter in pipe.parameters():
+        nn.init.constant_(parameter, 7.0)
     counting = p3d.Pipeline([nn.Linear(2, 2), Counting(2, 2)], group)
     complex_ = p3d.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)], group)
     wider = p3d.Pipeline([nn.Linear(2, 4), nn.Linear(4, 2)], group)
@@ -221,6 +223,7 @@ def refusals(folder: str) -> list[str]:
         load(pipe, **({"b": 1} if rank else {})),
         load(pipe, optimizer=torch.optim.Adam(two)),
     ]
+    assert all((p == 7.0).all() for p in pipe.parameters()), "a refused load changed the module"
     with patch.object(os, "rename", side_effect=OSError(28, "No space left on device")):
         found.append(save(2, pipe))
     parent = Path(folder) / "checkpoints"

@@ -80,7 +80,7 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     stage = blank_stage(blueprint_of(config), groups, device)
     manifest = load_newest(Path(config.runs_dir, str(config.run)), config.eval, stage, groups)
     worker.phase = "scoring"
-    scores = scores_of(requests, stage, groups, config.eval.batch_tokens, model.hidden_size)
+    scores = score_requests(requests, stage, groups, config.eval.batch_tokens, model.hidden_size)
     check_finite(scores.values(), str(config.run))
     if worker.rank == 0:
         of_rows = [[scores[i, k] for k in range(len(row.choices))] for i, row in enumerate(rows)]
@@ -96,7 +96,7 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     groups.close()
 
 
-def scores_of(
+def score_requests(
     requests: Sequence[Request],
     stage: Stage,
     groups: ProcessGroups,

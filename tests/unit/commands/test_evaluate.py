@@ -17,7 +17,7 @@ from parallel3d.commands.evaluate.command import (
     batches_of,
     check_finite,
     requests_of,
-    scores_of,
+    score_requests,
     table,
 )
 from parallel3d.commands.evaluate.rows import (
@@ -179,7 +179,9 @@ def test_nan_weights_are_refused() -> None:
     stage = blank_stage(blueprint_of(config), groups, torch.device("cpu"))
     with torch.no_grad():
         stage.head.norm.weight.fill_(math.nan)
-    scores = scores_of([Request(0, 0, [1, 2, 3], 1)], stage, groups, 8192, config.model.hidden_size)
+    scores = score_requests(
+        [Request(0, 0, [1, 2, 3], 1)], stage, groups, 8192, config.model.hidden_size
+    )
     with pytest.raises(UserError, match=r"run=a: .* not finite; give step="):
         check_finite(scores.values(), "a")
 

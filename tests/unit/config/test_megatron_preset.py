@@ -11,7 +11,7 @@ import pytest
 
 import parallel3d
 from parallel3d.checkpoint.identity import flat
-from parallel3d.config.fields import megatron_flags
+from parallel3d.config.fields import other_names
 
 # The values of NVIDIA/Megatron-LM's examples/pretrain_gpt_distributed_with_mp.sh (commit 090e141).
 # Flags with the same meaning on both sides are listed under the flag, the others below under their
@@ -72,7 +72,7 @@ def values() -> dict[str, Any]:
 
 @pytest.mark.parametrize("flag", FLAGS | DEFAULTS)
 def test_a_flag_has_its_value(flag: str, values: dict[str, Any]) -> None:
-    (name,) = [name for name, row in megatron_flags().items() if row.flags == (flag,)]
+    (name,) = [name for name, row in other_names().items() if row.flags == (flag,)]
     assert values[name] == (FLAGS | DEFAULTS)[flag]
 
 

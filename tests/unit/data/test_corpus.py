@@ -19,7 +19,7 @@ import pytest
 from parallel3d import files
 from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
-from parallel3d.data.inputs import find_inputs
+from parallel3d.data.inputs import take_inputs
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.sources import take_documents
 from parallel3d.data.tokenizer import ByteTokenizer
@@ -539,7 +539,7 @@ def test_a_user_without_a_home_is_told_to_give_a_cache_folder(
 def refused_by_modes(data: DataConfig, results: multiprocessing.Queue) -> None:
     give_up_capabilities()
     sentences = []
-    for ask in (check_data, open_corpus, lambda data, _: find_inputs(str(data.path))):
+    for ask in (check_data, open_corpus, lambda data, _: take_inputs(str(data.path)).inputs):
         try:
             ask(data, 20)
         except UserError as error:

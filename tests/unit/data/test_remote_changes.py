@@ -12,7 +12,7 @@ import pytest
 
 from parallel3d.data import remote
 from parallel3d.data.corpus import Corpus, open_corpus
-from parallel3d.data.inputs import find_inputs
+from parallel3d.data.inputs import take_inputs
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.remote import BlockCache, BlockFile
 from parallel3d.data.tokens import compare, marks_of
@@ -210,9 +210,9 @@ def test_an_unfinished_corpus_refuses_an_input_with_another_modification_time(
     home: Path, tells: tuple[str, ...]
 ) -> None:
     with Server(home / "served", tells).serving() as server:
-        (before,) = find_inputs(f"{server.address}/web.json", "text")
+        (before,) = take_inputs(f"{server.address}/web.json", "text").inputs
         put(home, "b", 10)
-        (after,) = find_inputs(f"{server.address}/web.json", "text")
+        (after,) = take_inputs(f"{server.address}/web.json", "text").inputs
     assert before.stamp and before.stamp != after.stamp
 
 

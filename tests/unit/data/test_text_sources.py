@@ -26,8 +26,8 @@ from parallel3d.data.inputs import (
     Position,
     cut,
     documents,
-    find_inputs,
     opened,
+    take_inputs,
     whole_lines,
 )
 from parallel3d.errors import UserError
@@ -53,7 +53,7 @@ def parquet(texts: Sequence[object], **columns: Sequence[object]) -> bytes:
 def read(
     given: str, size: int = SHARD_BYTES, text_key: str = "text", start: Position = FIRST
 ) -> tuple[list[str], Count]:
-    inputs, count, found = find_inputs(given), Count(), []
+    inputs, count, found = take_inputs(given).inputs, Count(), []
     for each in cut(inputs, start, size):
         here = Count()
         found += [one.text for one in documents(each, text_key, here)]
@@ -88,7 +88,7 @@ def test_reading_can_start_at_any_row(tmp_path: Path, size: int) -> None:
     (tmp_path / "c.parquet").write_bytes(parquet(TEXTS))
     for i in range(5):
         (tmp_path / f"d{i}.txt").write_text(TEXTS[i])
-    inputs = find_inputs(str(tmp_path))
+    inputs = take_inputs(str(tmp_path)).inputs
     shards = list(cut(inputs, size=size))
     assert len(shards) > 10
     assert shards[-1].read == sum(each.size for each in inputs)
@@ -121,7 +121,7 @@ def test_a_line_is_read_no_further_than_the_largest_document(
     """A few bytes may unpack to any number of bytes."""
     monkeypatch.setattr(preprocess_inputs, "LARGEST_DOCUMENT", 100_000)
     (tmp_path / "a.jsonl").write_bytes(b"x")
-    (source,), stream = find_inputs(str(tmp_path / "a.jsonl")), Endless()
+    (source,), stream = take_inputs(str(tmp_path / "a.jsonl")).inputs, Endless()
     with pytest.raises(UserError, match="has a line of more than 100,000 bytes"):
         whole_lines(source, io.BufferedReader(stream, 1000), size)
     assert stream.given <= 101_000
@@ -131,7 +131,7 @@ def test_a_line_is_read_no_further_than_the_largest_document(
 def test_a_compressed_file_is_unpacked_in_small_pieces(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(PACK[".zst"](b"x" * (1 << 28)))  # 8 kB
-    (source,) = find_inputs(str(path))
+    (source,) = take_inputs(str(path)).inputs
     with opened(source) as (content, _):
         assert content.read(10) == b"x" * 10
         assert len(content.raw._ready) <= 1 << 27
@@ -171,9 +171,9 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(TEXTS))
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
-        "from parallel3d.data.inputs import find_inputs\n"
+        "from parallel3d.data.inputs import take_inputs\n"
         "from parallel3d.data.inputs import cut\n"
-        f"list(cut(find_inputs({str(tmp_path)!r})))"
+        f"list(cut(take_inputs({str(tmp_path)!r}).inputs))"
     )
     ended = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)
     assert "Parallel3dError" in ended.stderr and "parallel3d[parquet]" in ended.stderr

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from parallel3d.data.indexed import IndexedCorpus, facts_beside, tokenizer_beside
-from parallel3d.data.inputs import find_inputs
+from parallel3d.data.inputs import take_inputs
 from parallel3d.data.preprocess import JournalEntry, PreprocessJob, tokenize
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
@@ -32,7 +32,7 @@ TEXTS = [TEXT[i % 2][: 3 + 5 * i] + str(i) for i in range(30)]
 def job(tmp_path: Path, to: str = "web", given: str = "in", **kwargs: object) -> PreprocessJob:
     tokenizer = str(folder(tmp_path / "tok"))
     settings = {"workers": 0, "shard_bytes": 300, "flush_bytes": 400} | kwargs
-    inputs = tuple(find_inputs(str(tmp_path / given)))
+    inputs = tuple(take_inputs(str(tmp_path / given)).inputs)
     return PreprocessJob(inputs, settings.pop("tokenizer", tokenizer), tmp_path / to, **settings)
 
 
@@ -96,7 +96,7 @@ def test_any_number_of_workers_makes_the_same_bytes(text: Path) -> None:
 KILLED = """
     import os, pathlib, signal, sys
     from parallel3d.data import indexed, preprocess as module
-    from parallel3d.data.inputs import find_inputs
+    from parallel3d.data.inputs import take_inputs
     from parallel3d.data.preprocess import PreprocessJob, tokenize
 
     class Files:  # what tokenizing calls of os, so that nobody else's calls are counted
@@ -118,7 +118,7 @@ KILLED = """
         owners = {"add": module.Journal, "fsync": module.os, "replace": module.os,
                   "rmtree": module.shutil, "write_index": indexed.IndexedWriter}
         dies_at(owners.get(where, module), where, count)
-        inputs = tuple(find_inputs(str(root / "in")))
+        inputs = tuple(take_inputs(str(root / "in")).inputs)
         tokenize(PreprocessJob(inputs, str(root / "tok"), root / "killed", workers=0,
                                shard_bytes=300, flush_bytes=400),
                  lambda done: None)
@@ -187,14 +187,14 @@ def test_workers_die_with_their_parent(text: Path) -> None:
     script = """
         import os, pathlib, sys
         from multiprocessing import active_children
-        from parallel3d.data.inputs import find_inputs
+        from parallel3d.data.inputs import take_inputs
         from parallel3d.data.preprocess import PreprocessJob, tokenize
         def wait(done):
             if children := active_children():
                 print(*(process.pid for process in children), flush=True)
                 sys.stdin.readline()
         if __name__ == "__main__":
-            inputs = tuple(find_inputs(sys.argv[1] + "/in"))
+            inputs = tuple(take_inputs(sys.argv[1] + "/in").inputs)
             to = pathlib.Path(sys.argv[1], "web")
             tokenize(PreprocessJob(inputs, "byte", to, workers=2, shard_bytes=300), wait)
     """

@@ -6,14 +6,14 @@ import numpy as np
 
 from parallel3d.commands.evaluate.rows import read_rows
 from parallel3d.data.corpus import Corpus, open_corpus
-from parallel3d.data.inputs import BAD, Count, cut, documents, find_inputs, judge
+from parallel3d.data.inputs import BAD, Count, cut, documents, judge, take_inputs
 from parallel3d.data.keys import DataConfig
 
 
 def tokenized(path: str, kind: str | None = None) -> list[str]:
     """Returns the documents that are read by `data tokenize`, with `kind` as its format."""
     count, found = Count(), []
-    for shard in cut(find_inputs(path, kind), size=300):
+    for shard in cut(take_inputs(path, kind).inputs, size=300):
         here = Count()
         found += [one.text for one in documents(shard, "text", here)]
         count.add(here)

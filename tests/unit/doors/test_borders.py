@@ -15,7 +15,7 @@ from parallel3d.data.boundary_tokens import look_at_turns
 from parallel3d.data.chat import SPOKEN, TOKEN
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter
-from parallel3d.data.inputs import find_inputs
+from parallel3d.data.inputs import take_inputs
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.loader import Batches, checked
 from parallel3d.data.preprocess import PreprocessJob, tokenize
@@ -220,7 +220,7 @@ def test_documents_of_a_corpus_begin_as_its_json_says(tmp_path: Path, add_bos: b
     """Writes documents by `data tokenize`, and by data=text."""
     path = str(made(tmp_path / "tok", LLAMA_ROW))
     (tmp_path / "a.txt").write_text(WORDS * 9)
-    inputs = tuple(find_inputs(str(tmp_path / "a.txt"), None))
+    inputs = tuple(take_inputs(str(tmp_path / "a.txt"), None).inputs)
     job = PreprocessJob(inputs, path, tmp_path / "c", workers=0, add_bos=add_bos)
     facts, _ = tokenize(job, lambda _: None)
     assert facts.begin == ((0,) if add_bos else ())

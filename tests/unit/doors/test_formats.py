@@ -32,7 +32,7 @@ from parallel3d.data.corpus import Corpus, open_corpus, sets_of
 from parallel3d.data.folders import sort_out, split_of
 from parallel3d.data.formats import Form, file_name
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.inputs import Count, cut, documents, find_inputs, take_inputs
+from parallel3d.data.inputs import Count, cut, documents, take_inputs
 from parallel3d.data.keys import DataConfig
 from parallel3d.data.preprocess import PreprocessJob, tokenize, train_tokenizer
 from parallel3d.data.sampler import Sampler
@@ -226,7 +226,7 @@ def read_inputs(path: Path) -> list[str]:
 
 
 def tokenizer_of(path: Path) -> list[str]:
-    content, count = train_tokenizer(find_inputs(str(path)), 257, "text", lambda *_: None)
+    content, count = train_tokenizer(take_inputs(str(path)).inputs, 257, "text", lambda *_: None)
     if count.bad:
         raise UserError("; ".join(count.shown))
     assert content and count.size
@@ -505,7 +505,7 @@ def test_long_rows_of_json_are_read_next_to_other_rows(
 
 def test_a_json_file_with_the_given_key_holds_rows(tmp_path: Path) -> None:
     write(tmp_path, {"a.json": b'{"content": "row"}', "b.txt": b"text"})
-    taken = [each.name for each in find_inputs(str(tmp_path), text_key="content")]
+    taken = [each.name for each in take_inputs(str(tmp_path), text_key="content").inputs]
     assert sorted(taken) == ["a.json", "b.txt"]
 
 
@@ -558,9 +558,9 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     (root / "other/back").symlink_to("../in")
     assert sorted(read_inputs(root / "in")) == ["test", "train"]
     assert sorted(evaluated(root / "in")) == ["test", "train"]
-    before = find_inputs(f"{root}/in/again.jsonl")[0].stamp
+    before = take_inputs(f"{root}/in/again.jsonl").inputs[0].stamp
     os.utime(root / "in/a.jsonl", (1, 1))
-    (after,) = find_inputs(f"{root}/in/again*")
+    (after,) = take_inputs(f"{root}/in/again*").inputs
     assert before != after.stamp == "1.0"
 
 
@@ -577,7 +577,7 @@ def test_explicitly_named_files_are_read(tmp_path: Path) -> None:
     ):
         found = [
             one.text
-            for shard in cut(find_inputs(given))
+            for shard in cut(take_inputs(given).inputs)
             for one in documents(shard, "text", Count())
         ]
         assert found == right, given
@@ -629,10 +629,10 @@ def test_a_given_format_is_used_unless_the_bytes_contradict_it(tmp_path: Path) -
     ):
         (tmp_path / name).write_bytes(content)
         if isinstance(right, Form):
-            assert find_inputs(str(tmp_path / name), kind)[0].form == right
+            assert take_inputs(str(tmp_path / name), kind).inputs[0].form == right
         else:
             with pytest.raises(UserError) as caught:
-                find_inputs(str(tmp_path / name), kind)
+                take_inputs(str(tmp_path / name), kind)
             assert right in str(caught.value), str(caught.value)
 
 
@@ -642,13 +642,13 @@ def test_addresses_with_queries_are_read_and_pages_are_not(tmp_path: Path) -> No
     write(tmp_path, {rows: JSONL, "b.jsonl.gz?X-Sig=a.b": gzip.compress(JSONL), page: PAGE})
     with Server(tmp_path, (ETAG,)).serving() as server:
         for name in (rows, "b.jsonl.gz?X-Sig=a.b"):
-            (source,) = find_inputs(f"{server.address}/{name}")
+            (source,) = take_inputs(f"{server.address}/{name}").inputs
             found = (one.text for each in cut([source]) for one in documents(each, "text", Count()))
             assert list(found) == TEXTS and source.kind == "jsonl" and "ETag" in source.stamp
         with pytest.raises(UserError, match="is a page of HTML, perhaps a server's answer"):
-            find_inputs(f"{server.address}/{page}")
+            take_inputs(f"{server.address}/{page}")
         with pytest.raises(UserError, match="does not exist"):
-            find_inputs(f"{server.address}/none.jsonl?download=true")
+            take_inputs(f"{server.address}/none.jsonl?download=true")
         data = DataConfig(name="text", path=f"{server.address}/{page}")
         with pytest.raises(UserError, match="is an address, but only files of this host are read"):
             take_documents(data)
@@ -657,7 +657,7 @@ def test_addresses_with_queries_are_read_and_pages_are_not(tmp_path: Path) -> No
 def test_a_file_that_changes_between_check_and_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(JSONL)
-    inputs = find_inputs(str(path))
+    inputs = take_inputs(str(path)).inputs
     path.write_bytes(gzip.compress(JSONL))
     with pytest.raises(UserError, match="is gzip by its first bytes"):
         list(cut(inputs))
@@ -704,7 +704,7 @@ def test_answers_that_count_from_1_are_refused(tmp_path: Path) -> None:
 
 def test_a_remote_file_without_a_version_is_refused_before_tokenizing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    (source,) = find_inputs(str(tmp_path / "a.txt"))
+    (source,) = take_inputs(str(tmp_path / "a.txt")).inputs
     odd = source.__class__("https://h/a.txt", "text", "", 1, "")
     with pytest.raises(UserError, match="neither an ETag nor a modification time"):
         tokenize(PreprocessJob((odd,), "byte", tmp_path / "to"), lambda _: None)

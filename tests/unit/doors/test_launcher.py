@@ -385,6 +385,10 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         env("HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"),
         "the launcher that set HOROVOD_RANK=1 has started: start with srun or torchrun",
     ),
+    "aprun, without a row": (
+        env("ALPS_APP_PE=1 ALPS_APP_DEPTH=1"),
+        "the launcher that set ALPS_APP_PE=1 has started: start with srun or torchrun",
+    ),
     "PMIx alone": (env("PMIX_RANK=3 PMIX_NAMESPACE=x"), "the launcher that set PMIX_RANK=3 has"),
     "PMI_RANK alone": (env("PMI_RANK=3"), "but PMI_SIZE is not"),
     "PALS without PMI": (

@@ -1,13 +1,13 @@
-"""Tests that the file of Megatron-LM's flags fits the keys."""
+"""Tests that the file of other trainers' names fits the keys."""
 
 from __future__ import annotations
 
-from parallel3d.config.fields import all_keys, megatron_flags, nearest_key, unknown_key
+from parallel3d.config.fields import all_keys, nearest_key, other_names, unknown_key
 from parallel3d.run_config import Config
 
 
 def test_every_row_is_of_a_key_and_has_flags() -> None:
-    rows = megatron_flags()
+    rows = other_names()
     assert set(rows) <= set(all_keys(Config))
     for name, row in rows.items():
         assert row.flags or row.names, name
@@ -15,19 +15,19 @@ def test_every_row_is_of_a_key_and_has_flags() -> None:
 
 
 def test_no_flag_has_two_keys() -> None:
-    rows = megatron_flags().values()
+    rows = other_names().values()
     flags = [flag for row in rows for flag in (*row.flags, *row.names)]
     assert sorted(flags) == sorted(set(flags))
 
 
 def test_a_flag_leads_to_its_key() -> None:
-    for name, row in megatron_flags().items():
+    for name, row in other_names().items():
         for flag in row.flags:
             assert nearest_key(flag, Config) == name
 
 
 def test_a_name_of_another_trainer_leads_to_its_key_with_what_differs() -> None:
-    for name, row in megatron_flags().items():
+    for name, row in other_names().items():
         for theirs, differs in row.names.items():
             said = unknown_key(theirs, Config, "x")
             typed = all_keys(Config)[name].typed
