@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel3d.cli.overrides import presets
-from parallel3d.commands.dryrun import find_facts
+from parallel3d.commands.dry_ranks import find_facts
 from parallel3d.commands.recipes import GROUP, recipe
 from parallel3d.run_config import Config
 from parallel3d.text import percent, si, three_digits

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.planner.plan_dryrun import Keys, configured, off
-from parallel3d.commands.dryrun import find_facts
+from parallel3d.commands.dry_ranks import find_facts
 from parallel3d.estimate.memory import host_memory, peak_stage
 from parallel3d.estimate.search import planned
 from parallel3d.run_config import Config

@@ -23,7 +23,7 @@ import numpy as np
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.sizes import STYLES
-from parallel3d.commands.dryrun import find_facts
+from parallel3d.commands.dry_ranks import find_facts
 from parallel3d.commands.options import CommandConfig
 from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError

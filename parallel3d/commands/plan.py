@@ -669,7 +669,7 @@ def dry_run(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
     The call enables the simulated device in this process. Raises UserError for a layout that a run
     would refuse.
     """
-    from parallel3d.commands.dryrun import find_memory  # imports torch
+    from parallel3d.commands.dry_ranks import find_memory  # imports torch
 
     config, sizes = configure(found.config, choice), found.sizes
     cluster = replace(

@@ -14,7 +14,7 @@ from tests.e2e.ready import run_code
 SCRIPT = """
 import json, sys
 from omegaconf import OmegaConf
-from parallel3d.commands.dryrun import find_facts
+from parallel3d.commands.dry_ranks import find_facts
 from parallel3d.commands.options import CommandConfig
 
 for keys in json.loads(sys.argv[1]):

@@ -121,7 +121,7 @@ import contextlib, io, json, sys
 from dataclasses import replace
 from parallel3d.cli.command_line import main
 from parallel3d.commands import plan
-from parallel3d.commands.dryrun import find_facts
+from parallel3d.commands.dry_ranks import find_facts
 
 seen, real = [], plan.dry_run
 

@@ -86,7 +86,7 @@ from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config, conf_dir
 from unittest.mock import patch
-from parallel3d.commands.dryrun import find_facts
+from parallel3d.commands.dry_ranks import find_facts
 from parallel3d.models.layers import Norm
 
 given = json.loads(sys.argv[1])
