@@ -14,7 +14,6 @@ from itertools import accumulate
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import (
     ExpertWidths,
-    LayerKind,
     LayerOps,
     layer_costs,
     layer_kinds,
@@ -31,6 +30,7 @@ from parallel3d.blueprint.stages import (
 )
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import Repeats
 from parallel3d.optim.keys import OptimConfig

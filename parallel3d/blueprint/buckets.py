@@ -61,14 +61,6 @@ PIECE = 1 << 24  # number of elements with bf16 states that a GPU updates at a t
 LOOKUP_TOKENS = 1 << 16
 
 
-def is_hidden(name: str, dims: int) -> bool:
-    """Returns whether Muon updates a tensor.
-
-    Muon updates the matrices of the layers, except those of routers.
-    """
-    return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
-
-
 class Home(NamedTuple):
     """The rank of a stage that orthogonalises a matrix, by its indices along tp and dp."""
 

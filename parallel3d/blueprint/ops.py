@@ -25,6 +25,7 @@ from parallel3d.blueprint.dispatch import (
     share_sent,
 )
 from parallel3d.experts.keys import ExpertsConfig
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
 
 Number = Any  # int, float or a numpy array
@@ -121,26 +122,6 @@ class Widths(NamedTuple):
     window: int | None = None  # number of keys that a query sees, or None for all up to its own
 
 
-class LayerKind(NamedTuple):
-    """The properties that distinguish a model's kinds of layers.
-
-    Attributes:
-        experts: whether the layer has experts in place of an MLP.
-        window: number of keys that a query sees, its own included, or None for all up to its own.
-        rotates: whether RoPE rotates q and k.
-    """
-
-    experts: bool = False
-    window: int | None = None
-    rotates: bool = False
-
-    @classmethod
-    def of(cls, model: ModelConfig, layer: int) -> LayerKind:
-        attention = model.attention_kind(layer)
-        rotates = attention.rope is not None
-        return cls(model.has_experts(layer), attention.window, rotates)
-
-
 def widths(
     model: ModelConfig, tp: int = 1, sp: bool = False, kind: LayerKind | None = None
 ) -> Widths:
@@ -152,16 +133,16 @@ def widths(
     kind = LayerKind.of(model, 0) if kind is None else kind
     return Widths(
         hidden=model.hidden_size,
-        queries=model.num_attention_heads * model.head_size // tp,
-        keys=max(model.kv_heads, tp) * model.head_size // tp,
-        heads=model.num_attention_heads / tp,
-        key_heads=max(model.kv_heads / tp, 1),
+        queries=kind.heads * kind.head_size // tp,
+        keys=max(kind.kv_heads, tp) * kind.head_size // tp,
+        heads=kind.heads / tp,
+        key_heads=max(kind.kv_heads / tp, 1),
         ffn=model.ffn_size // tp,
         gated=int(model.is_gated),
         share=tp if sp else 1,
         norm=NORMS[model.norm],
-        norm_before=int(model.norm_position != "after"),
-        norm_after=int(model.norm_position != "before"),
+        norm_before=int(kind.norm_position != "after"),
+        norm_after=int(kind.norm_position != "before"),
         head_norms=int(model.qk_norm),
         full_norms=int(model.qk_norm_width == "full"),
         qkv_bias=int(model.qkv_bias),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from parallel3d.blueprint.ops import ALL_TRAINED, TrainedShares, Widths, cached_ops, widths
-from parallel3d.models.keys import ModelConfig, states_of
+from parallel3d.blueprint.ops import ALL_TRAINED, TrainedShares
+from parallel3d.models import declared
+from parallel3d.models.declared import WORD_EMBEDDING, LayerKind
+from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
+from parallel3d.parameters.declaration import FullTensor, Held
 
 TABLE = "head.table"
-WORD_TABLE = "embedding.word.weight"
-TABLES = (WORD_TABLE, TABLE)
+TABLES = (WORD_EMBEDDING, TABLE)
 
 
 class LocalParameter(NamedTuple):
@@ -30,6 +32,8 @@ class LocalParameter(NamedTuple):
         owners: number of sets of ranks with different shared elements.
         tied: whether it is the weight of both embedding and head.
         expert: whether it holds experts, whose gradients are summed over edp.
+        decays: whether weight decay applies.
+        muon: whether Muon may update it.
         frozen: whether no tensor in it is trained on any rank, so that it has no gradient.
     """
 
@@ -41,7 +45,26 @@ class LocalParameter(NamedTuple):
     owners: int = 1
     tied: bool = False
     expert: bool = False
+    decays: bool = True
+    muon: bool = False
     frozen: bool = False
+
+    @classmethod
+    def of(cls, name: str, tensors: tuple[FullTensor, ...], tp: int, ep: int = 1) -> LocalParameter:
+        """Returns the parameter that holds a rank's part of these full tensors."""
+        like = tensors[0]
+        summed = [tensor for tensor in tensors if tensor.summed_over(tp) > 1]
+        return cls(
+            name,
+            sum(tensor.local_numel(tp, ep) for tensor in tensors),
+            like.is_replicated(tp),
+            columns=like.local_shape(tp)[1] if len(like.dims) > 1 else 1,
+            shared=sum(tensor.local_numel(tp) for tensor in summed),
+            owners=tp // summed[0].summed_over(tp) if summed else 1,
+            expert=like.experts > 0,
+            decays=like.decays,
+            muon=like.muon,
+        )
 
 
 def stage_parameters(
@@ -64,116 +87,37 @@ def stage_parameters(
     the list of the head's stage if this stage `borrows_table` from the first stage on the same
     rank.
     """
-    found = list(_embedding(model, tp)) if first else []
-    dense = _layer(widths(model, tp), tp, model.kv_heads) if layers else ()
-    for layer in layers:
-        of_layer = _with_experts(dense, model, tp, ep) if model.has_experts(layer) else dense
-        found += [p._replace(name=f"layers.{layer}.{p.name}") for p in of_layer]
+    found = _ends("embedding", declared.embedding(model), model, tp) if first else []
+    of_kind: dict[LayerKind, list[LocalParameter]] = {}
+    for number in layers:
+        kind = LayerKind.of(model, number)
+        if kind not in of_kind:
+            held = declared.layer(model, kind).items()
+            of_kind[kind] = [
+                LocalParameter.of(name, tensors, tp, ep)
+                for name, tensors in held
+                if not tensors[0].is_state
+            ]
+        found += [p._replace(name=f"layers.{number}.{p.name}") for p in of_kind[kind]]
     if last:
         shared = model.tie_embeddings and (first or borrows_table)
-        found += _head(model, tp, has_table=not shared)
+        own = _ends("head", declared.head(model), model, tp)
+        found += [p for p in own if not (shared and p.name == TABLE)]
     return found
 
 
-def tensors_of(name: str, model: ModelConfig) -> list[str]:
-    """Returns the names of the full tensors that the local parameter `name` holds, on any rank."""
-    inner = ("gate", "up") if model.is_gated else ("up",)
-    prefix, _, of_layer = name.rpartition(".")
-    if name == TABLE:
-        return [WORD_TABLE if model.tie_embeddings else "head.weight"]
-    if prefix == "head.norm":
-        return [f"final_norm.{of_layer}"]
-    if prefix.endswith("attention.qkv"):
-        return [f"{prefix.removesuffix('qkv')}{part}.{of_layer}" for part in "qkv"]
-    if prefix.endswith("attention.qk_norm"):
-        return [f"{prefix.removesuffix('qk_norm')}{of_layer}_norm.weight"]
-    if prefix.endswith("mlp.experts"):
-        parts = inner if of_layer == "up" else (of_layer,)
-        experts = range(model.num_experts)
-        return [f"{prefix}.{number}.{part}.weight" for number in experts for part in parts]
-    if prefix.endswith(("mlp.up", "mlp.shared.up")):
-        return [f"{prefix.removesuffix('up')}{part}.{of_layer}" for part in inner]
-    if name == "embedding.position" or of_layer == "shared_gate":
-        return [f"{name}.weight"]
-    return [name]
+def _ends(prefix: str, held: Held, model: ModelConfig, tp: int) -> list[LocalParameter]:
+    found = (LocalParameter.of(f"{prefix}.{name}", tensors, tp) for name, tensors in held.items())
+    return [p._replace(tied=model.tie_embeddings and p.name in TABLES) for p in found]
 
 
-@functools.lru_cache(maxsize=64)
-def _layer(w: Widths, tp: int, kv_heads: int) -> tuple[LocalParameter, ...]:
-    found: list[LocalParameter] = []
-    for op in cached_ops(w, frozenset()).plain:
-        if op.kind == "gemm":
-            sharded, numel = op.split == "column", op.inputs * op.outputs
-            rows = 2 * w.keys if op.name == "attention.qkv" and tp > kv_heads else 0
-            name = f"{op.name}.weight"
-            shared = rows * op.inputs
-            found.append(LocalParameter(name, numel, tp == 1, op.inputs, shared, kv_heads))
-            if op.bias:
-                whole, name = tp == 1 or not sharded, f"{op.name}.bias"
-                size = op.outputs if sharded else w.hidden
-                found.append(LocalParameter(name, size, whole, 1, rows, kv_heads))
-        elif op.name.endswith("qk_norm") and w.full_norms:
-            shared = w.keys if tp > kv_heads else 0
-            found.append(LocalParameter(f"{op.name}.q", w.queries, tp == 1))
-            found.append(LocalParameter(f"{op.name}.k", w.keys, tp == 1, 1, shared, kv_heads))
-        elif op.name.endswith("qk_norm"):
-            size = int(w.queries / w.heads)
-            shared = size if tp > 1 else 0
-            for part in ("q", "k"):
-                name = f"{op.name}.{part}"
-                found.append(LocalParameter(name, size, tp == 1, shared=shared))
-        elif op.kind == "norm":
-            found += _norm(w, op.name)
-    return tuple(found)
-
-
-def _with_experts(
-    dense: Sequence[LocalParameter], model: ModelConfig, tp: int, ep: int
-) -> list[LocalParameter]:
-    """Returns the parameters of a layer with experts instead of an MLP, in the module's order."""
-    hidden, width = model.hidden_size, model.expert_size
-    inner = 2 if model.is_gated else 1
-    here = model.num_experts // ep
-    apart = ("mlp.", "mlp_output_norm.")
-    found = [p for p in dense if not p.name.startswith(apart)]
-    if model.shared_expert_gate:
-        found.append(LocalParameter("mlp.shared_gate", hidden, True, hidden))
-    found += [
-        LocalParameter("mlp.router.weight", model.num_experts * hidden, True, hidden),
-        LocalParameter("mlp.experts.up", here * inner * width * hidden, False, hidden, expert=True),
-        LocalParameter("mlp.experts.down", here * hidden * width, False, width, expert=True),
-    ]
-    if shared := model.shared_expert_size // tp:
-        found += [
-            LocalParameter("mlp.shared.up.weight", inner * shared * hidden, tp == 1, hidden),
-            LocalParameter("mlp.shared.down.weight", hidden * shared, tp == 1, shared),
-        ]
-    return found + [p for p in dense if p.name.startswith("mlp_output_norm.")]
-
-
-def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
-    if model.position_embedding == "learned":
-        numel = model.max_positions * model.hidden_size
-        yield LocalParameter("embedding.position", numel, True, model.hidden_size)
-    yield _table(model, tp, "embedding.word.weight", model.embedding == "replicated")
-
-
-def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
-    if has_table:
-        yield _table(model, tp, TABLE, model.tie_embeddings and model.embedding == "replicated")
-    yield from _norm(widths(model, tp), "head.norm")
-
-
-def _table(model: ModelConfig, tp: int, name: str, whole: bool) -> LocalParameter:
-    numel = model.padded_vocab_size // (1 if whole else tp) * model.hidden_size
-    return LocalParameter(
-        name, numel, whole or tp == 1, model.hidden_size, tied=model.tie_embeddings
-    )
-
-
-def _norm(w: Widths, name: str) -> list[LocalParameter]:
-    parts = ("weight", "bias") if w.norm.has_bias else ("weight",)
-    return [LocalParameter(f"{name}.{part}", w.hidden, True) for part in parts]
+def tensors_by_parameter(model: ModelConfig) -> dict[str, list[str]]:
+    """Maps each local parameter of the model to its full tensors, on any rank, by name."""
+    return {
+        name: [full for tensor in tensors for full in tensor.names]
+        for name, tensors in declared.parameters_of(model)
+        if not tensors[0].is_state
+    }
 
 
 def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
@@ -185,10 +129,10 @@ def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
     """
     if not optim.freeze:
         return frozenset()
-    held = stage_parameters(model, 1, range(model.num_layers), True, True)
-    names = {parameter.name for parameter in held} | {TABLE}
     return frozenset(
-        name for name in names if all(optim.treatment(t).frozen for t in tensors_of(name, model))
+        name
+        for name, tensors in tensors_by_parameter(model).items()
+        if all(optim.treatment(tensor).frozen for tensor in tensors)
     )
 
 
@@ -198,7 +142,7 @@ def fixed_states(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
     They are frozen (`optim.freeze`), or have a learning rate of 0 (`optim.groups`). Other factors
     do not act on states, because these have no learning rate.
     """
-    treated = {name: optim.treatment(name) for name in states_of(model)}
+    treated = {name: optim.treatment(name) for name in declared.states_of(model)}
     return frozenset(name for name, t in treated.items() if t.frozen or t.lr_mult == 0)
 
 
@@ -228,7 +172,7 @@ def trained_shares(model: ModelConfig, optim: OptimConfig) -> TrainedShares:
     return TrainedShares(
         backward=1 - max(0, first_trained(model, frozen)) / len(layers),
         weights=trained / sum(p.numel for p in held),
-        embedding=float(WORD_TABLE not in frozen),
+        embedding=float(WORD_EMBEDDING not in frozen),
         head=float(TABLE not in frozen),
     )
 
@@ -243,10 +187,9 @@ def parameter_count(model: ModelConfig) -> int:
 
 def active_parameter_count(model: ModelConfig) -> int:
     """Counts the parameters that one token uses, with `experts_per_token` experts in each layer."""
-    unused = 0
-    if model.num_experts:
-        inner = 3 if model.is_gated else 2
-        expert = inner * model.expert_size * model.hidden_size
-        layers = len(model.expert_layers)
-        unused = layers * (model.num_experts - model.experts_per_token) * expert
+    unused = sum(
+        (tensor.experts - model.experts_per_token) * math.prod(tensor.shape)
+        for tensor in declared.full_tensors(model)
+        if tensor.experts
+    )
     return parameter_count(model) - unused

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.buckets import (
     assign,
-    is_hidden,
     padded_numel,
 )
-from parallel3d.blueprint.ops import LayerKind, widths
+from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.parameters import TABLES, LocalParameter, stage_parameters
 from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
+from parallel3d.models.declared import LayerKind
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
@@ -397,7 +397,7 @@ class FlatShard(NamedTuple):
     @property
     def hidden(self) -> int:
         """Number of elements in matrices that Muon updates."""
-        return sum(n for p, _, n in self.spans if is_hidden(p.name, 1 + (p.columns > 1)))
+        return sum(n for p, _, n in self.spans if p.muon)
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
@@ -421,10 +421,10 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
         start = own * rank.index_of(bucket[0]) if shards > 1 else 0
         offset = 0
         by_kind: dict[tuple[bool, bool], list[tuple[LocalParameter, int, int]]] = defaultdict(list)
-        for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
+        for p in sorted(bucket, key=lambda p: (p.decays, p.replicated)):
             first, end = max(start - offset, 0), min(start + own - offset, p.numel)
             if first < end:
-                by_kind[p.columns > 1, p.replicated].append((p, first, end - first))
+                by_kind[p.decays, p.replicated].append((p, first, end - first))
             offset += p.numel
         for spans in by_kind.values():
             last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in spans]

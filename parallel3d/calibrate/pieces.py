@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from parallel3d.blueprint.ops import LayerKind, layer_kinds
+from parallel3d.blueprint.ops import layer_kinds
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import GIB
 from parallel3d.host.quotas import available_memory
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import PARTS
 from parallel3d.run_config import Config

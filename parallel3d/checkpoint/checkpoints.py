@@ -55,7 +55,8 @@ from parallel3d.data.tokens import TextComparison
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
-from parallel3d.models.keys import ModelConfig, full_shapes_of, parameter_shapes_of, states_of
+from parallel3d.models.declared import full_shapes_of, parameter_shapes_of, states_of
+from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import EMA, kept_states
 from parallel3d.optim.thaws import frozen_in

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.buckets import PIECE
 from parallel3d.blueprint.in_flight import states_of
-from parallel3d.blueprint.ops import LayerKind, LayerOps, Op, kept, most_load, widths
+from parallel3d.blueprint.ops import LayerOps, Op, kept, most_load, widths
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate.attention_traffic import halo_tokens
@@ -35,6 +35,7 @@ from parallel3d.estimate.search import (
     planned,
     ranked,
 )
+from parallel3d.models.declared import LayerKind
 from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES

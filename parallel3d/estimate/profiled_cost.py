@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.dispatch import load_of_tokens
 from parallel3d.blueprint.ops import (
-    LayerKind,
     Op,
     flops,
     layer_flops,
@@ -27,7 +26,7 @@ from parallel3d.blueprint.ops import (
     most_load,
     ops_of,
 )
-from parallel3d.blueprint.parameters import TABLE, WORD_TABLE, trained_shares
+from parallel3d.blueprint.parameters import TABLE, trained_shares
 from parallel3d.blueprint.rank import LayersOfKind, PipelineRank, StageBlueprint
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError
@@ -43,6 +42,7 @@ from parallel3d.estimate.search import (
 from parallel3d.estimate.traffic import OVERLAPPED, group_size, transfers
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.files import plain, read_bounded
+from parallel3d.models.declared import WORD_EMBEDDING, LayerKind
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import PARTS, parts_of
 from parallel3d.run_config import Config, check_config
@@ -192,7 +192,8 @@ class MeasuredMachine:
         """Returns the measured kind that is most similar to `kind`."""
 
         def differences(other: LayerKind) -> tuple[bool, ...]:
-            return tuple(a != b for a, b in zip(kind, other, strict=True))
+            of_attention = kind.window != other.window, kind.rotates != other.rotates
+            return kind.experts != other.experts, *of_attention
 
         return min(self.kinds, key=differences)
 
@@ -466,7 +467,7 @@ def stage_passes(
     frozen, found = rank.blueprint.frozen, layer_passes(machine, config, stage, rank, load)
     found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"]
     if stage.first:
-        found += passes(machine, config, "embedding") * (1.0, 1.0, WORD_TABLE not in frozen)
+        found += passes(machine, config, "embedding") * (1.0, 1.0, WORD_EMBEDDING not in frozen)
     if stage.last:
         reached = rank.blueprint.first_trained < config.model.num_layers
         found += passes(machine, config, "head") * (1.0, reached, TABLE not in frozen)

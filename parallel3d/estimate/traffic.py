@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise, product
 
-from parallel3d.blueprint.buckets import Home, homes, is_hidden, padded_numel
+from parallel3d.blueprint.buckets import Home, homes, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.dispatch import ALL_TO_ALL
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import ExpertWidths, split_counts, widths
-from parallel3d.blueprint.parameters import WORD_TABLE
 from parallel3d.blueprint.rank import (
     Gradients,
     LayersOfKind,
@@ -25,7 +24,7 @@ from parallel3d.blueprint.rank import (
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate.attention_traffic import SentCalls, halo_sends, halo_tokens, sends
 from parallel3d.estimate.search import planned
-from parallel3d.models.keys import full_shapes_of
+from parallel3d.models.declared import WORD_EMBEDDING, parameters_of_layers
 from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 
@@ -250,7 +249,7 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.first and rank.blueprint.model.embedding == "vocab_parallel":
         if rank.sp:
             yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")
-            back = 0 if WORD_TABLE in rank.blueprint.frozen else microbatches
+            back = 0 if WORD_EMBEDDING in rank.blueprint.frozen else microbatches
             yield Transfer("tp", "all_gather", whole, back, "embedding's gradient")
         else:
             yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")
@@ -387,22 +386,17 @@ def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
     tp, dp, dim = layout.tp, rank.replicas, layout.replica_dim
     if experts:
         tp, dp, dim = 1, layout.edp, "edp"
-    layers = {f"layers.{layer}" for stage in rank.stages for layer in stage.layers}
-    shapes = {
-        name: shape
-        for name, shape in full_shapes_of(blueprint.model).items()
-        if is_hidden(name, len(shape))
-        and not blueprint.optim.treatment(name).frozen
-        and ".".join(name.split(".")[:2]) in layers
-        and (".experts." in name) is experts
-        and (not experts or int(name.split(".")[4]) in rank.experts_here)
-    }
-    keys, shared = ("attention.k.weight", "attention.v.weight"), min(tp, blueprint.model.kv_heads)
-
-    def parts(name: str) -> int:
-        return shared if name.endswith(keys) else 1 if name.endswith("shared_gate.weight") else tp
-
-    local = {name: math.prod(shape) // parts(name) for name, shape in shapes.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    local: dict[str, int] = {}
+    layers = (layer for stage in rank.stages for layer in stage.layers)
+    for _, tensors in parameters_of_layers(blueprint.model, layers):
+        for tensor in tensors:
+            if not tensor.muon or (tensor.experts > 0) is not experts:
+                continue
+            for name in tensor.names_of(rank.experts_here):
+                if not blueprint.optim.treatment(name).frozen:
+                    shapes[name] = tensor.shape
+                    local[name] = math.prod(tensor.local_shape(tp))
     home, sharded = homes(shapes, tp, dp), shards > 1
     column = sum(n for name, n in local.items() if home[name].dp == here)
     whole = tp * sum(n for name, n in local.items() if home[name] == Home(0, here))

@@ -18,9 +18,10 @@ from parallel3d.device.wide import wide_linear
 from parallel3d.experts.balance import Balance, BalanceLosses, Tally
 from parallel3d.experts.route import TokenRoute
 from parallel3d.models.keys import ModelConfig
+from parallel3d.parameters.declaration import Held
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.spec import ParameterSpec
 from parallel3d.parameters.state import state_of
 
 
@@ -129,6 +130,7 @@ class Router(nn.Module):
     """Scores the experts for every token and chooses among them; replicated over tp.
 
     Args:
+        held: its parameter and its bias (`declared.router`).
         routing: the key `moe.routing`: `model` or `balanced`.
 
     Attributes:
@@ -140,18 +142,22 @@ class Router(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, layer: int, model: ModelConfig, init: Initializer, routing: str = "model"
+        self,
+        layer: int,
+        held: Held,
+        model: ModelConfig,
+        init: Initializer,
+        routing: str = "model",
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.name = name = f"layers.{layer}.mlp.router"
+        (weight,) = held["weight"]
+        self.name = weight.name.removesuffix(".weight")
         self.settings = RouterSettings.of(model)
-        shape = (model.num_experts, model.hidden_size)
-        shard = ShardSpec(f"{name}.weight", shape, (0, 0), shape, std=model.init_std)
-        self.weight = init.parameter(ParameterSpec(shape, (shard,), replicated=True))
+        self.weight = init.parameter(ParameterSpec.of(held["weight"]))
         bias = None
-        if model.router_bias:
-            bias = torch.zeros(model.num_experts, dtype=init.dtype, device=init.device)
+        if "bias" in held:
+            bias = torch.zeros(held["bias"][0].shape, dtype=init.dtype, device=init.device)
         # The bias is not a buffer, because modules convert buffers to bf16 with their parameters,
         # which would erase the small differences that balance the experts.
         self.bias = bias

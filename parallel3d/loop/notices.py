@@ -12,7 +12,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import all_keys, show, spell
 from parallel3d.errors import print_line
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
-from parallel3d.models.keys import ModelConfig, parameter_shapes_of, states_of
+from parallel3d.models.declared import full_tensors, states_of
+from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 from parallel3d.text import si
@@ -51,8 +52,8 @@ def acts_on_weights(config: Config) -> str:
     does in a step.
     """
     optim = config.optim
-    shapes = parameter_shapes_of(config.model).items()
-    decayed = [optim.treatment(name) for name, shape in shapes if len(shape) > 1]
+    names = (name for t in full_tensors(config.model) if t.decays for name in t.names)
+    decayed = [optim.treatment(name) for name in names]
     most = max((t.lr_mult * t.wd_mult for t in decayed if not t.frozen), default=0.0)
     found = []
     if share := optim.lr * optim.weight_decay * most:

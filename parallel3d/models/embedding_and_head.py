@@ -7,15 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from parallel3d.models import declared
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, Norm
-from parallel3d.parameters.spec import WORD_EMBEDDING, ParameterSpec, ShardSpec
+from parallel3d.parameters.declaration import part_of
+from parallel3d.parameters.spec import ParameterSpec
 from parallel3d.parameters.state import spec_of, state_of
 from parallel3d.tensor_parallel.embedding import (
     VocabParallelEmbedding,
     look_up,
-    vocabulary_spec,
 )
 from parallel3d.tensor_parallel.linear_ops import linear_node
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective, scaled_and_capped
@@ -34,25 +35,17 @@ class Embedding(nn.Module):
         super().__init__()
         self.tp = ctx.tp
         self.sp = ctx.sequence_parallel
-        self.word = VocabParallelEmbedding(
-            model.vocab_size,
-            model.hidden_size,
-            ctx.tp,
-            padded=model.padded_vocab_size,
-            replicated=model.embedding == "replicated",
+        held = declared.embedding(model)
+        self.word = VocabParallelEmbedding.of(
+            part_of(held, "word"),
+            group=ctx.tp,
             sequence_parallel=ctx.sp,
             sum_partial_gradients=False,
             uses=uses,
-            name=WORD_EMBEDDING.removesuffix(".weight"),
-            std=model.init_std,
             init=ctx.init,
         )
         state_of(self.word.weight).spec = replace(spec_of(self.word.weight), tied=tied)
-        self.position = None
-        if model.position_embedding == "learned":
-            shape = (model.max_positions, model.hidden_size)
-            shard = ShardSpec("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
-            self.position = ctx.init.parameter(ParameterSpec(shape, (shard,), replicated=True))
+        self.position = ctx.parameter(held["position"]) if "position" in held else None
         self.scale = model.embedding_scale
         self.dropout = ctx.dropout("embedding", model)
 
@@ -97,8 +90,12 @@ class Head(nn.Module):
         self.tp = ctx.tp
         self.sp = ctx.sequence_parallel
         self.model = model
-        self.norm = Norm("final_norm", model, ctx.init)
-        self.table = _table(model, ctx, model.tie_embeddings) if tied_table is None else tied_table
+        held = declared.head(model)
+        self.norm = Norm(part_of(held, "norm"), model, ctx)
+        if tied_table is None:
+            spec = ParameterSpec.of(held["table"], ctx.tp.size, ctx.tp.index)
+            tied_table = ctx.init.parameter(replace(spec, tied=model.tie_embeddings))
+        self.table = tied_table
         loss = ctx.loss
         self.loss = HeadLoss(
             Objective(
@@ -133,19 +130,3 @@ class Head(nn.Module):
         if loss_scale is None:
             return self.loss.evaluate(x, rows, labels, loss_mask)
         return self.loss.train(x, rows, labels, loss_mask, loss_scale)
-
-
-def _table(model: ModelConfig, ctx: BuildContext, tied: bool) -> nn.Parameter:
-    """Creates the head's own table: a copy of the word embedding if `tied`, else `head.weight`."""
-    spec = vocabulary_spec(
-        model.vocab_size,
-        model.padded_vocab_size,
-        model.hidden_size,
-        name=WORD_EMBEDDING if tied else "head.weight",
-        std=model.init_std,
-        index=ctx.tp.index,
-        ranks=ctx.tp.size,
-        replicated=tied and model.embedding == "replicated",
-        tied=tied,
-    )
-    return ctx.init.parameter(spec)

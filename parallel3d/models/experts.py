@@ -18,10 +18,10 @@ from parallel3d.experts.rows import Rows
 from parallel3d.models.checkpointing import recomputed
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
-from parallel3d.models.layers import BuildContext, output_std
+from parallel3d.models.layers import BuildContext
 from parallel3d.models.mlp import MLP, activate
 from parallel3d.models.ops import weighed_backward, weighed_forward
-from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.declaration import Held, part_of
 
 
 class Experts(nn.Module):
@@ -30,23 +30,10 @@ class Experts(nn.Module):
     All ranks of an edp group hold the same experts. Experts have no biases.
     """
 
-    def __init__(self, prefix: str, model: ModelConfig, ctx: BuildContext) -> None:
+    def __init__(self, held: Held, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.count = model.num_experts // ctx.ep.size
         self.activation = _activation(model)
-        first, hidden, width = self.count * ctx.ep.index, model.hidden_size, model.expert_size
-        inner = ("gate", "up") if model.is_gated else ("up",)
-        up, down = [], []
-        for number in range(self.count):
-            name = f"{prefix}.{first + number}"
-            for i, part in enumerate(inner):
-                row = width * (number * len(inner) + i)
-                full = (width, hidden)
-                up.append(_whole(f"{name}.{part}.weight", full, row, model.init_std))
-            full = (hidden, width)
-            down.append(_whole(f"{name}.down.weight", full, number * hidden, output_std(model)))
-        self.up = ctx.init.parameter(_spec(up))
-        self.down = ctx.init.parameter(_spec(down))
+        self.up, self.down = ctx.parameter(held["up"]), ctx.parameter(held["down"])
 
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Returns each token's weighted sum over this rank's experts: (t, hidden) → (t, hidden)."""
@@ -67,16 +54,6 @@ def _activation(model: ModelConfig) -> Activation:
     return Activation(plain, weighed, backward)
 
 
-def _whole(name: str, shape: tuple[int, int], row: int, std: float) -> ShardSpec:
-    return ShardSpec(name, shape, (0, 0), shape, row, std)
-
-
-def _spec(shards: list[ShardSpec]) -> ParameterSpec:
-    rows = sum(shard.shape[0] for shard in shards)
-    shape = (rows, shards[0].shape[1])
-    return ParameterSpec(shape, tuple(shards), replicated=False, is_expert=True)
-
-
 class MixtureOfExperts(nn.Module):
     """Sends each token to its chosen experts, and adds the result of the shared expert, if any.
 
@@ -84,9 +61,8 @@ class MixtureOfExperts(nn.Module):
     tokens unchanged. The shared expert is an ordinary tensor-parallel MLP.
     """
 
-    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
+    def __init__(self, layer: int, held: Held, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        prefix = f"layers.{layer}.mlp"
         self.repeats = ctx.repeats
         self.tp = ctx.tp
         self.sp = ctx.sequence_parallel
@@ -94,17 +70,13 @@ class MixtureOfExperts(nn.Module):
         self.overlap = ctx.overlap
         self.total = model.num_experts
         self.way = chosen_way(ctx.dispatch, self.total, model.experts_per_token, ctx.ep.size)
-        self.router = Router(layer, model, ctx.init, ctx.routing)
-        self.experts = Experts(f"{prefix}.experts", model, ctx)
+        self.router = Router(layer, part_of(held, "router"), model, ctx.init, ctx.routing)
+        self.experts = Experts(part_of(held, "experts"), model, ctx)
         self.shared = self.shared_gate = None
-        if model.shared_expert_size:
-            inside, width = replace(ctx, repeats=ctx.repeats.inside_mlp), model.shared_expert_size
-            self.shared = MLP(f"{prefix}.shared", width, model, inside, bias=False)
-            if model.shared_expert_gate:
-                shape = (1, model.hidden_size)
-                name = f"{prefix}.shared_gate.weight"
-                shard = ShardSpec(name, shape, (0, 0), shape, std=model.init_std)
-                self.shared_gate = ctx.init.parameter(ParameterSpec(shape, (shard,), True))
+        if shared := part_of(held, "shared"):
+            self.shared = MLP(shared, model, replace(ctx, repeats=ctx.repeats.inside_mlp))
+            if "shared_gate" in held:
+                self.shared_gate = ctx.parameter(held["shared_gate"])
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
         """Returns the output of the experts for norm(x).

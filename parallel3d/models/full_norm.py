@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.device.fused import fused, operator, register, registered
+from parallel3d.models.declared import offset_of
 from parallel3d.models.keys import ModelConfig
-from parallel3d.models.layers import BuildContext, offset_of
+from parallel3d.models.layers import BuildContext
 from parallel3d.models.ops import Heads, gain_of, heads_of, rms_norm
-from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.declaration import Held
 
 
 class FullQKNorm(nn.Module):
@@ -30,31 +31,16 @@ class FullQKNorm(nn.Module):
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
 
-    def __init__(
-        self, prefix: str, model: ModelConfig, heads: tuple[int, int], ctx: BuildContext
-    ) -> None:
+    def __init__(self, held: Held, model: ModelConfig, shape: Heads, ctx: BuildContext) -> None:
         super().__init__()
-        self.shape = (*heads, model.head_size)
+        self.shape = shape
         self.eps = model.norm_eps
         self.offset = offset_of(model)
         self.tp = ctx.tp
-        replicas = max(1, ctx.tp.size // model.kv_heads)
-        queries, keys = (n * model.head_size for n in (model.num_attention_heads, model.kv_heads))
+        self.q, self.k = ctx.parameter(held["q"]), ctx.parameter(held["k"])
         # A sum over the ranks counts every copy of a key-value head, so the mean divides by the
         # width of all copies.
-        self.widths = (queries, keys * replicas)
-
-        def weight(part: str, count: int, width: int, replicas: int) -> nn.Parameter:
-            size, full = (count * model.head_size,), (width,)
-            start = (ctx.tp.index // replicas * size[0],)
-            name = f"{prefix}.{part}_norm.weight"
-            fill = 1.0 - self.offset
-            shard = ShardSpec(name, full, start, size, fill=fill, tp_replicas=replicas)
-            return ctx.init.parameter(ParameterSpec(size, (shard,), replicated=ctx.tp.size == 1))
-
-        self.q = weight("q", heads[0], queries, 1)
-        self.k = weight("k", heads[1], keys, replicas)
-
+        self.widths = (len(self.q) * ctx.tp.size, len(self.k) * ctx.tp.size)
         self.handle = register(self)
 
     def forward(self, qkv: Tensor) -> Tensor:

@@ -216,17 +216,6 @@ class ModelConfig(  # dataclass fields of the last base class come first
         return list(dict.fromkeys(ropes))
 
     @property
-    def layer_norms(self) -> tuple[str, ...]:
-        """Names of a layer's norms over the hidden dimension, in the order in which they run."""
-        before, after = self.norm_position != "after", self.norm_position != "before"
-        return (
-            *(["input_norm"] if before else []),
-            *(["attention_output_norm"] if after else []),
-            *(["mlp_norm"] if before else []),
-            *(["mlp_output_norm"] if after else []),
-        )
-
-    @property
     def rotary_pairs(self) -> int:
         """Number of pairs of a head's dimensions that RoPE rotates."""
         return int(self.head_size * self.rotary_percent) // 2
@@ -275,93 +264,6 @@ class ModelConfig(  # dataclass fields of the last base class come first
         It is `vocab_size` rounded up to a multiple of `vocab_multiple`.
         """
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-
-def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the full shape of each of the model's tensors by name, without vocabulary padding."""
-    hidden = model.hidden_size
-    vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
-    if model.position_embedding == "learned":
-        shapes["embedding.position.weight"] = (model.max_positions, hidden)
-    attention = _attention_shapes(model)
-    dense = _mlp_shapes(model, "mlp", model.ffn_size, model.bias)
-    experts = _expert_shapes(model) if model.num_experts else {}
-    for layer in range(model.num_layers):
-        for norm in model.layer_norms:
-            shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
-        mlp = experts if model.has_experts(layer) else dense
-        for name, shape in (attention | mlp).items():
-            shapes[f"layers.{layer}.{name}"] = shape
-    shapes |= {f"final_norm.{part}": (hidden,) for part in vectors}
-    if not model.tie_embeddings:
-        shapes["head.weight"] = (model.vocab_size, hidden)
-    return shapes
-
-
-def parameter_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the full shape of each tensor that has gradients (see `full_shapes_of`)."""
-    states = states_of(model)
-    return {name: s for name, s in full_shapes_of(model).items() if name not in states}
-
-
-def states_of(model: ModelConfig) -> frozenset[str]:
-    """Returns the names of the full tensors that no optimizer updates: the biases of routers."""
-    if not model.router_bias:
-        return frozenset()
-    return frozenset(f"layers.{layer}.mlp.router.bias" for layer in model.expert_layers)
-
-
-def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden = model.hidden_size
-    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    found: dict[str, tuple[int, ...]] = {}
-    for part, rows, bias in (
-        ("q", queries, model.qkv_bias),
-        ("k", keys, model.qkv_bias),
-        ("v", keys, model.qkv_bias),
-        ("out", hidden, model.out_bias),
-    ):
-        found[f"attention.{part}.weight"] = (rows, queries if part == "out" else hidden)
-        if bias:
-            found[f"attention.{part}.bias"] = (rows,)
-    if model.qk_norm:
-        full = model.qk_norm_width == "full"
-        for part, width in (("q", queries), ("k", keys)):
-            found[f"attention.{part}_norm.weight"] = (width if full else model.head_size,)
-    return found
-
-
-def _mlp_shapes(
-    model: ModelConfig, prefix: str, width: int, bias: bool
-) -> dict[str, tuple[int, ...]]:
-    hidden = model.hidden_size
-    found: dict[str, tuple[int, ...]] = {}
-    for part, shape in (
-        ("up", (width, hidden)),
-        ("down", (hidden, width)),
-        ("gate", (width, hidden)),
-    ):
-        if part == "gate" and not model.is_gated:
-            continue
-        found[f"{prefix}.{part}.weight"] = shape
-        if bias:
-            found[f"{prefix}.{part}.bias"] = shape[:1]
-    return found
-
-
-def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, count = model.hidden_size, model.num_experts
-    found: dict[str, tuple[int, ...]] = {"mlp.router.weight": (count, hidden)}
-    if model.router_bias:
-        found["mlp.router.bias"] = (count,)
-    if model.shared_expert_size:
-        found |= _mlp_shapes(model, "mlp.shared", model.shared_expert_size, bias=False)
-        if model.shared_expert_gate:
-            found["mlp.shared_gate.weight"] = (1, hidden)
-    for number in range(count):
-        found |= _mlp_shapes(model, f"mlp.experts.{number}", model.expert_size, bias=False)
-    return found
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,14 @@ from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
+from parallel3d.models.declared import offset_of
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.ops import Heads, add_rms_norm, gain_of, heads_of, rms_norm
 from parallel3d.models.repeats import NOTHING, Repeats
+from parallel3d.parameters.declaration import FullTensor, Held
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.spec import ParameterSpec
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.tensor_parallel.keys import LossConfig
 
@@ -102,6 +104,12 @@ class BuildContext:
             "sum_partial_gradients": False,
         }
 
+    def parameter(self, tensors: Sequence[FullTensor]) -> nn.Parameter:
+        """Returns the parameter that holds this rank's part of declared tensors."""
+        here = tensors[0].experts // self.ep.size
+        experts = range(here * self.ep.index, here * (self.ep.index + 1))
+        return self.init.parameter(ParameterSpec.of(tensors, self.tp.size, self.tp.index, experts))
+
     def dropout(self, site: str, model: ModelConfig) -> Dropout:
         """Creates the dropout of a site whose tensors have the shape of the residual stream.
 
@@ -111,33 +119,20 @@ class BuildContext:
         return Dropout(self.init.seed, site, model.dropout, part=part)
 
 
-def offset_of(model: ModelConfig) -> float:
-    """Returns the number that RMSNorms add to their weights: 1 if zero-centred, else 0.
-
-    The initial value of the weights is 1 minus this number.
-    """
-    return 1.0 if model.norm_zero_centered else 0.0
-
-
 class Norm(nn.Module):
     """Applies LayerNorm or RMSNorm over the hidden dimension.
 
     Every tp rank holds all weights of the norm.
     """
 
-    def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
+    def __init__(self, held: Held, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.kind = model.norm
         self.eps = model.norm_eps
-        self.size = (model.hidden_size,)
-
-        def vector(part: str, fill: float) -> nn.Parameter:
-            shard = ShardSpec(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
-            return init.parameter(ParameterSpec(self.size, (shard,), replicated=True))
-
         self.offset = offset_of(model)
-        self.weight = vector("weight", 1.0 - self.offset)
-        self.bias = vector("bias", 0.0) if model.norm == "layernorm" else None
+        self.weight = ctx.parameter(held["weight"])
+        self.bias = ctx.parameter(held["bias"]) if "bias" in held else None
+        self.size = tuple(self.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "rmsnorm":
@@ -156,39 +151,21 @@ class Norm(nn.Module):
         return add_rms_norm(x, y, self.weight, self.eps, self.offset)
 
 
-def output_std(model: ModelConfig) -> float:
-    """Returns the initial standard deviation of layers that write into the residual stream.
-
-    It shrinks with the number of such layers (Radford et al. 2019).
-    """
-    return model.init_std / math.sqrt(2 * model.num_layers)
-
-
 class QKNorm(nn.Module):
     """Applies RMSNorm to every head of q and k before RoPE (Henry et al. 2020; Qwen3 report, §2).
 
     Every tp rank holds both weights. A rank's gradients cover only its own heads, so they are
-    summed over tp with or without sequence parallelism (`ShardSpec.tp_replicas`).
+    summed over tp with or without sequence parallelism (`FullTensor.of_heads`).
 
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
 
-    def __init__(
-        self, prefix: str, model: ModelConfig, heads: tuple[int, int], ctx: BuildContext
-    ) -> None:
+    def __init__(self, held: Held, model: ModelConfig, shape: Heads, ctx: BuildContext) -> None:
         super().__init__()
-        self.shape = (*heads, model.head_size)
+        self.shape = shape
         self.eps = model.norm_eps
         self.offset = offset_of(model)
-        size, tp = (model.head_size,), ctx.tp.size
-
-        def weight(part: str) -> nn.Parameter:
-            name = f"{prefix}.{part}_norm.weight"
-            shard = ShardSpec(name, size, (0,), size, fill=1.0 - self.offset, tp_replicas=tp)
-            return ctx.init.parameter(ParameterSpec(size, (shard,), replicated=tp == 1))
-
-        self.q = weight("q")
-        self.k = weight("k")
+        self.q, self.k = ctx.parameter(held["q"]), ctx.parameter(held["k"])
 
     def forward(self, qkv: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():

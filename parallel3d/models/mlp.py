@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from parallel3d.models.checkpointing import checkpoint_up_to_linear
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
-from parallel3d.models.layers import BuildContext, output_std
+from parallel3d.models.layers import BuildContext
 from parallel3d.models.ops import geglu, swiglu
+from parallel3d.parameters.declaration import Held, part_of
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -33,29 +34,16 @@ class MLP(nn.Module):
     """Runs two GEMMs with a non-linearity between them; gate and up share the first GEMM.
 
     Args:
-        prefix: prefix of its parameter names, such as `layers.3.mlp`.
-        ffn: width of the MLP over all tensor-parallel ranks.
+        held: its parameters (`declared.mlp`).
     """
 
-    def __init__(
-        self, prefix: str, ffn: int, model: ModelConfig, ctx: BuildContext, *, bias: bool
-    ) -> None:
+    def __init__(self, held: Held, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.activation = model.activation
         self.repeats = ctx.repeats
         self.chunks = ctx.mlp_chunks if ctx.repeats.mlp else 1
-        names = ("gate", "up") if model.is_gated else ("up",)
-        common = ctx.linear_arguments | {"bias": bias}
-        self.up = ColumnParallelLinear(
-            model.hidden_size, dict.fromkeys(names, ffn), name=prefix, std=model.init_std, **common
-        )
-        self.down = RowParallelLinear(
-            ffn,
-            model.hidden_size,
-            name=f"{prefix}.down",
-            std=output_std(model),
-            **common,
-        )
+        self.up = ColumnParallelLinear.of(part_of(held, "up"), **ctx.linear_arguments)
+        self.down = RowParallelLinear.of(part_of(held, "down"), **ctx.linear_arguments)
 
     def forward(
         self, x: Tensor, norm: Callable[[Tensor], Tensor], _: LayerInputs | None = None

@@ -19,6 +19,7 @@ from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
+from parallel3d.models import declared
 from parallel3d.models.attention import AttentionOptions, causal_attention
 from parallel3d.models.checkpointing import (
     checkpoint_up_to_linear,
@@ -26,13 +27,14 @@ from parallel3d.models.checkpointing import (
     shared_inductor,
     without_inplace_reuse,
 )
+from parallel3d.models.declared import LayerKind, heads_of
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
-from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std
+from parallel3d.models.layers import BuildContext, Norm, QKNorm
 from parallel3d.models.mlp import MLP
 from parallel3d.models.repeats import NOTHING
 from parallel3d.models.rotary import (
@@ -42,6 +44,7 @@ from parallel3d.models.rotary import (
     rows_read,
     temperatures,
 )
+from parallel3d.parameters.declaration import Held, named, part_of
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_heads
@@ -63,51 +66,35 @@ class Attention(nn.Module):
     Each tensor-parallel rank computes whole heads.
     """
 
-    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
+    def __init__(
+        self, layer: int, kind: LayerKind, held: Held, model: ModelConfig, ctx: BuildContext
+    ) -> None:
         super().__init__()
-        self.head_dim = model.head_size
-        self.heads = model.num_attention_heads // ctx.tp.size
-        # With fewer key-value heads than ranks, a head is on all ranks that have its query heads.
-        replicas = max(1, ctx.tp.size // model.kv_heads)
-        self.kv_heads = model.kv_heads * replicas // ctx.tp.size
+        self.head_dim = kind.head_size
+        queries, keys = (dim.local(ctx.tp.size) for dim in heads_of(kind))
+        self.heads = queries // kind.head_size
+        self.kv_heads = keys // kind.head_size
         self.repeats = ctx.repeats
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
         keeps = ctx.cp_style == "gather" and ctx.repeats.mixer
         cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
-        prefix = f"layers.{layer}.attention"
         dropout = None
         if model.dropout:
             first = self.heads * ctx.tp.index + cp.first_head(self.heads)
-            site = f"{prefix}.probabilities"
+            site = f"layers.{layer}.attention.probabilities"
             dropout = Dropout(ctx.init.seed, site, model.dropout, first_head=first)
-        kind = model.attention_kind(layer)
         rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.options = AttentionOptions(
             ctx.attention_kernel, cp, model.attention_scale, kind.window, rope, dropout
         )
-        kv_rows = model.kv_heads * model.head_size
-        q_rows = model.num_attention_heads * model.head_size
-        self.qkv = ColumnParallelLinear(
-            model.hidden_size,
-            {"q": q_rows, "k": kv_rows, "v": kv_rows},
-            name=prefix,
-            std=model.init_std,
-            tp_replicas={"k": replicas, "v": replicas},
-            bias=model.qkv_bias,
-            **ctx.linear_arguments,
-        )
-        heads = (self.heads, self.kv_heads)
-        norm = FullQKNorm if model.qk_norm_width == "full" else QKNorm
-        self.qk_norm = norm(prefix, model, heads, ctx) if model.qk_norm else None
-        self.out = RowParallelLinear(
-            q_rows,
-            model.hidden_size,
-            name=f"{prefix}.out",
-            std=output_std(model),
-            bias=model.out_bias,
-            **ctx.linear_arguments,
-        )
+        self.qkv = ColumnParallelLinear.of(part_of(held, "qkv"), **ctx.linear_arguments)
+        self.qk_norm = None
+        if norms := part_of(held, "qk_norm"):
+            norm = FullQKNorm if model.qk_norm_width == "full" else QKNorm
+            shape = (self.heads, self.kv_heads, self.head_dim)
+            self.qk_norm = norm(norms, model, shape, ctx)
+        self.out = RowParallelLinear.of(part_of(held, "out"), **ctx.linear_arguments)
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
         qkv, again = self.project(x, norm), self.repeats.attention
@@ -144,19 +131,21 @@ class TransformerBlock(nn.Module):
         if model.norm_position == "after":
             ctx = replace(ctx, repeats=ctx.repeats.without_norms)
 
+        kind = LayerKind.of(model, layer)
+        held = named(f"layers.{layer}", declared.layer(model, kind))
+
         def norm(name: str) -> Norm | None:
-            there = name in model.layer_norms
-            return Norm(f"layers.{layer}.{name}", model, ctx.init) if there else None
+            return Norm(part_of(held, name), model, ctx) if name in kind.norms else None
 
         self.input_norm = norm("input_norm")
-        self.attention = Attention(layer, model, ctx)
+        self.attention = Attention(layer, kind, part_of(held, "attention"), model, ctx)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp: MLP | MixtureOfExperts
-        if model.has_experts(layer):
-            self.mlp = MixtureOfExperts(layer, model, ctx)
+        if kind.experts:
+            self.mlp = MixtureOfExperts(layer, part_of(held, "mlp"), model, ctx)
         else:
-            self.mlp = MLP(f"layers.{layer}.mlp", model.ffn_size, model, ctx, bias=model.bias)
+            self.mlp = MLP(part_of(held, "mlp"), model, ctx)
         self.mlp_output_norm = norm("mlp_output_norm")
         self.residual_scale = model.residual_scale
         self.attention_dropout = ctx.dropout(f"layers.{layer}.attention", model)

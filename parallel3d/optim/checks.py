@@ -12,7 +12,8 @@ from parallel3d.config.fields import (
     show,
 )
 from parallel3d.errors import UserError, nearest, nearest_hint
-from parallel3d.models.keys import ModelConfig, full_shapes_of, parameter_shapes_of, states_of
+from parallel3d.models.declared import full_shapes_of, parameter_shapes_of, states_of
+from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import MULTIPLIERS, OptimConfig
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from parallel3d.blueprint.buckets import homes, is_hidden
+from parallel3d.blueprint.buckets import homes
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.parameters.copies import CopyGroups
@@ -28,10 +28,6 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 SMALLEST_NORM = 1e-7  # smallest norm that divides an update, as in torch.optim.Muon
-
-
-def is_hidden_shard(shard: ShardSpec) -> bool:
-    return is_hidden(shard.name, len(shard.shape))
 
 
 def newton_schulz(update: Tensor) -> Tensor:
@@ -107,7 +103,7 @@ def ranges_of(
     offset = 0
     for span in spans:
         for shard, first, end, at in span.spec.shards_in(span.start, span.numel):
-            if is_hidden_shard(shard):
+            if shard.muon:
                 found.append((MatrixRange(shard.name, first, end), offset + at, span.spec, shard))
         offset += span.numel
     return found
@@ -155,7 +151,7 @@ class Muon:
 
     def takes(self, shard: ShardSpec) -> bool:
         """Returns whether this full tensor is a hidden matrix, whose updates are made here."""
-        return is_hidden_shard(shard)
+        return shard.muon
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
         """Replaces the updates in the gradients of these segments by scaled orthogonal ones.
@@ -260,7 +256,7 @@ class MuonByKind:
 
     def takes(self, shard: ShardSpec) -> bool:
         """Returns whether this full tensor is a hidden matrix, whose updates are made here."""
-        return is_hidden_shard(shard)
+        return shard.muon
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
         """Orthogonalizes the updates in these segments' gradients, like `Muon.orthogonalize`."""

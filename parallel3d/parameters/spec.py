@@ -8,15 +8,16 @@ so a layout changes only where the numbers are stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-WORD_EMBEDDING = "embedding.word.weight"
+if TYPE_CHECKING:
+    from parallel3d.parameters.declaration import FullTensor
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ShardSpec:
         tp_replicas: number of consecutive tp ranks that hold this same shard. It is above 1 for
             norms of heads, and for key-value heads if there are fewer of them than ranks. Each rank
             has only the gradient of its own query heads, so these ranks sum their gradients.
+        muon: whether Muon may update the tensor.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ShardSpec:
     std: float = 0.0
     fill: float = 0.0
     tp_replicas: int = 1
+    muon: bool = False
 
     def of_full(self, full: Tensor) -> Tensor:
         """Returns the shard as a view of the full tensor."""
@@ -74,6 +77,7 @@ class ParameterSpec:
         is_expert: whether it holds experts, whose gradients are summed over edp only.
         uses: how often a forward pass reads it, which is twice for a tied table if one rank holds
             the first and the last stage.
+        decays: whether weight decay applies, as it does to all but biases and norms.
     """
 
     shape: tuple[int, ...]
@@ -82,6 +86,43 @@ class ParameterSpec:
     tied: bool = False
     uses: int = 1
     is_expert: bool = False
+    decays: bool = True
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[FullTensor], tp: int = 1, index: int = 0, experts: range = range(0)
+    ) -> ParameterSpec:
+        """Returns the spec of the parameter that holds a rank's part of declared tensors.
+
+        Args:
+            tp, index: the number of tensor-parallel ranks, and this rank's index among them.
+            experts: the numbers of this rank's experts.
+        """
+        like, shards, row = tensors[0], [], 0
+        for tensor in _stacked(tensors, experts):
+            start, shape = tensor.start(tp, index), tensor.local_shape(tp)
+            rows = min(shape[0], tensor.shape[0] - start[0])  # the rest is padding
+            if rows > 0:
+                shard = ShardSpec(
+                    tensor.name,
+                    tensor.shape,
+                    start,
+                    (rows, *shape[1:]),
+                    row,
+                    tensor.std,
+                    tensor.fill,
+                    tensor.summed_over(tp),
+                    tensor.muon,
+                )
+                shards.append(shard)
+            row += shape[0]
+        return cls(
+            (row, *like.local_shape(tp)[1:]),
+            tuple(shards),
+            like.is_replicated(tp),
+            is_expert=like.experts > 0,
+            decays=like.decays,
+        )
 
     def by_kind(
         self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int
@@ -116,7 +157,9 @@ class ParameterSpec:
             if first < end:
                 yield shard, first - begin, end - begin, first - start
 
-    @property
-    def decays(self) -> bool:
-        """Returns whether weight decay applies, as it does to all but biases and norms."""
-        return len(self.shape) > 1
+
+def _stacked(tensors: Sequence[FullTensor], experts: range) -> Sequence[FullTensor]:
+    """Returns the tensors of a parameter by rows: those of experts for each of these experts."""
+    if not tensors[0].experts:
+        return tensors
+    return [t._replace(name=t.name.format(number)) for number in experts for t in tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -12,8 +13,9 @@ from parallel3d.blueprint.buckets import LOOKUP_TOKENS
 from parallel3d.comm.group import GroupLike
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
+from parallel3d.parameters.declaration import Dimension, Held, vocabulary_table
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.spec import ParameterSpec
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import (
@@ -74,29 +76,6 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool) -> N
         table.index_add_(0, ids, rows)
 
 
-def vocabulary_spec(
-    vocab_size: int,
-    padded: int,
-    hidden: int,
-    *,
-    name: str,
-    std: float,
-    index: int,
-    ranks: int,
-    replicated: bool,
-    tied: bool = False,
-    uses: int = 1,
-) -> ParameterSpec:
-    """Returns the spec of rank `index`'s rows; rows from `vocab_size` to `padded` are padding."""
-    rows = padded if replicated else padded // ranks
-    start = 0 if replicated else rows * index
-    real = max(0, min(rows, vocab_size - start))
-    shards: tuple[ShardSpec, ...] = ()
-    if real:
-        shards = (ShardSpec(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
-    return ParameterSpec((rows, hidden), shards, replicated or ranks == 1, tied, uses)
-
-
 class VocabParallelEmbedding(ShardedModule):
     """Splits the rows of an `nn.Embedding` over `group` (Shoeybi et al. 2019 §3).
 
@@ -107,7 +86,7 @@ class VocabParallelEmbedding(ShardedModule):
         sequence_parallel: whether the result is this rank's part of the sequence.
         sum_partial_gradients: as in `RowParallelLinear`, for a replicated table.
         uses: how many times a forward reads the table; a tied head adds one.
-        group, seed, name, std, init: as in `ColumnParallelLinear`.
+        group, seed, name, std, init, held: as in `ColumnParallelLinear`.
 
     Shapes: (…) int64, equal on all ranks → (…, embedding_dim); with sequence parallelism (b, s) →
     (b, s/tp, embedding_dim).
@@ -135,10 +114,11 @@ class VocabParallelEmbedding(ShardedModule):
         name: str = "",
         std: float = 0.02,
         init: Initializer | None = None,
+        held: Held | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group, name, std)
+        super().__init__(group, name)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.replicated = replicated
@@ -149,24 +129,30 @@ class VocabParallelEmbedding(ShardedModule):
         self.check_divides(key, self.padded, ranks)
         self.sp = sequence_parallel and self.group.size > 1
         self.sums_table = sum_partial_gradients and replicated and self.sp
+        table = vocabulary_table(
+            f"{name}.weight",
+            num_embeddings,
+            self.padded,
+            Dimension("hidden", embedding_dim),
+            std,
+            replicated=replicated,
+        )
+        self.held = held or {"weight": (table,)}
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(
             init or nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype)
         )
 
-    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
-        spec = vocabulary_spec(
-            self.num_embeddings,
-            self.padded,
-            self.embedding_dim,
-            name=f"{self.name}.weight",
-            std=self.std,
-            index=index,
-            ranks=self.group.size,
-            replicated=self.replicated,
-            uses=self.uses,
-        )
-        return {"weight": spec}
+    def specs(self, index: int) -> dict[str, ParameterSpec]:
+        return {key: replace(s, uses=self.uses) for key, s in super().specs(index).items()}
+
+    @classmethod
+    def of(cls, held: Held, **options: Any) -> Self:
+        """Returns the embedding of a declared table; `options` are the other arguments."""
+        (table,) = held["weight"]
+        rows, hidden = table.dims
+        options |= {"padded": rows.padded, "replicated": table.split is None}
+        return cls(rows.size, hidden.size, held=held, **options)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, group: GroupLike = None) -> Self:

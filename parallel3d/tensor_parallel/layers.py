@@ -10,7 +10,6 @@ and all-gathers of the same total volume, and the activations between blocks are
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
@@ -23,6 +22,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group, GroupLike, group_of, mesh_of_group
 from parallel3d.device.fused import register
 from parallel3d.errors import UserError, closest
+from parallel3d.parameters.declaration import Dimension, Held, column_parallel, row_parallel
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import state_of
@@ -36,7 +36,7 @@ from parallel3d.tensor_parallel.mappings import (
 )
 
 
-class ShardedModule(nn.Module, ABC):
+class ShardedModule(nn.Module):
     """Holds this rank's shards of parameters; its state dict holds the full tensors.
 
     In the state dict the matrices that share a parameter (such as q, k and v) are stacked by rows.
@@ -44,11 +44,13 @@ class ShardedModule(nn.Module, ABC):
 
     gathers_state = True  # see `sharded_state_dict`
 
-    def __init__(self, group: GroupLike, name: str, std: float) -> None:
+    # Name of a parameter → the full tensors of which it holds this rank's part.
+    held: Held
+
+    def __init__(self, group: GroupLike, name: str) -> None:
         super().__init__()
         self.group = group_of(group)
         self.name = name
-        self.std = std
         self.handle: Tensor | None = None
 
     def make_handle(self) -> None:
@@ -112,23 +114,22 @@ class ShardedModule(nn.Module, ABC):
 
     def _describe(self) -> None:
         parameters, _ = tables_of(self)
-        for key, spec in self._held(self.group.index).items():
+        for key, spec in self.specs(self.group.index).items():
             parameter = parameters.get(key)
             if parameter is not None:
                 state = state_of(parameter)
                 state.tp = self.group
                 state.spec = spec
 
-    @abstractmethod
-    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
-        """Returns the specs of rank `index` by parameter name, with None for absent parameters."""
+    def specs(self, index: int) -> dict[str, ParameterSpec]:
+        """Returns the specs of rank `index` by parameter name."""
+        ranks = self.group.size
+        return {key: ParameterSpec.of(tensors, ranks, index) for key, tensors in self.held.items()}
 
     def register_shards(self, values: Initializer | nn.Module) -> None:
         """Registers this rank's parameters, which `values` draws or contains as full parameters."""
         for key, spec in self.specs(self.group.index).items():
-            if spec is None:
-                self.register_parameter(key, None)
-            elif isinstance(values, Initializer):
+            if isinstance(values, Initializer):
                 self.register_parameter(key, values.parameter(spec))
             else:
                 full = values.get_parameter(key)
@@ -140,15 +141,12 @@ class ShardedModule(nn.Module, ABC):
         self.register_shards(whole)
         return self.train(whole.training)
 
-    def _held(self, index: int) -> dict[str, ParameterSpec]:
-        return {key: spec for key, spec in self.specs(index).items() if spec is not None}
-
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         # The inherited function saves buffers that a user has added.
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key, spec in self._held(self.group.index).items():
+        for key, spec in self.specs(self.group.index).items():
             parameter = self.get_parameter(key)
             # Under `fully_shard` all modules save DTensors.
             if self.gathers_state and not hasattr(parameter, "placements"):
@@ -158,7 +156,7 @@ class ShardedModule(nn.Module, ABC):
                 destination[prefix + key] = dtensor_of(local, spec, self.group)
 
     def _full(self, key: str, parameter: nn.Parameter, keep_vars: bool) -> Tensor:
-        local, spec = parameter.detach(), self._held(0)[key]
+        local, spec = parameter.detach(), self.specs(0)[key]
         if tuple(local.shape) == _full_shape(spec):
             return parameter if keep_vars else local
         parts = [local]
@@ -166,7 +164,7 @@ class ShardedModule(nn.Module, ABC):
             parts = list(collectives.all_gather(local.unsqueeze(0), self.group).unbind(0))
         matrices: dict[str, Tensor] = {}
         for index, part in enumerate(parts):
-            for shard in self._held(index)[key].shards:
+            for shard in self.specs(index)[key].shards:
                 if shard.name not in matrices:
                     matrices[shard.name] = part.new_empty(shard.full_shape)
                 shard.of_full(matrices[shard.name]).copy_(shard.of_local(part))
@@ -176,8 +174,8 @@ class ShardedModule(nn.Module, ABC):
         """Loads this rank's shard of each full tensor, and reports wrong shapes."""
         mine = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         error_msgs: list[str] = more[-1]
-        for key, spec in self._held(self.group.index).items():
-            value, wanted = mine.get(prefix + key), _full_shape(self._held(0)[key])
+        for key, spec in self.specs(self.group.index).items():
+            value, wanted = mine.get(prefix + key), _full_shape(self.specs(0)[key])
             if value is None:
                 continue
             if tuple(value.shape) == wanted:
@@ -257,6 +255,8 @@ class ColumnParallelLinear(ShardedModule):
             zero. Without a seed `nn.Linear` draws both from PyTorch's generator, which must have
             the same state on all ranks; both are then equal for every size of the group.
         init: draws the weights instead of `seed`, in its own dtype and on its own device.
+        held: the tensors of `weight` and `bias` as a model declares them (see `of`), instead of
+            name, std and tp_replicas.
 
     Shapes: (…, in_features), equal on all ranks → (…, Σ out_features / tp); with sequence
     parallelism (b, s/tp, in_features) → (b, s, Σ out_features / tp).
@@ -286,31 +286,37 @@ class ColumnParallelLinear(ShardedModule):
         name: str = "",
         std: float = 0.02,
         init: Initializer | None = None,
+        held: Held | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group, name, std)
-        self.has_bias = bias
-        matrices = out_features if isinstance(out_features, Mapping) else {"": out_features}
-        self.matrices: dict[str, int] = dict(matrices)
+        super().__init__(group, name)
+        named = out_features if isinstance(out_features, Mapping) else {"": out_features}
+        self.matrices: dict[str, int] = dict(named)
         self.tp_replicas = dict(tp_replicas)
-        self.sizes = [self._rows_here(matrix, rows) for matrix, rows in self.matrices.items()]
+        rows = {matrix: self._rows(matrix, rows) for matrix, rows in self.matrices.items()}
         if gather_output and len(self.matrices) > 1:
             raise UserError(
                 "ColumnParallelLinear(gather_output=True) must have one matrix, not "
                 f"{', '.join(self.matrices)}, each split over the ranks; give "
                 "gather_output=False instead"
             )
+        inputs = Dimension("inputs", in_features)
+        own = {f"{name}.{matrix}" if matrix else name: dim for matrix, dim in rows.items()}
+        self.held = held or column_parallel(own, inputs, std, bias)
+        ranks = self.group.size
+        self.sizes = [tensor.local_shape(ranks)[0] for tensor in self.held["weight"]]
         self.in_features = in_features
         self.out_features = sum(self.matrices.values())
         self.gather_output = gather_output
         self.recomputed = recomputed
         self.sums_shared = sum_partial_gradients and max(tp_replicas.values(), default=1) > 1
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
+        self.register_parameter("bias", None)  # if there is one, it is registered after the weight
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, self.out_features, bias, device, dtype))
 
-    def _rows_here(self, matrix: str, rows: int) -> int:
+    def _rows(self, matrix: str, rows: int) -> Dimension:
         size, shared = self.group.size, self.tp_replicas.get(matrix, 1)
         if shared < 1 or size % shared:
             near = closest(shared, lambda n: size % n == 0, size)
@@ -320,28 +326,15 @@ class ColumnParallelLinear(ShardedModule):
             )
         key = f"out_features[{matrix}]" if matrix else "out_features"
         self.check_divides(key, rows, size // shared)
-        return rows * shared // size
+        return Dimension(matrix, rows, heads=size // shared)
 
-    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
-        weights = []
-        biases = []
-        row = 0
-        for (matrix, rows), local in zip(self.matrices.items(), self.sizes, strict=True):
-            shared = self.tp_replicas.get(matrix, 1)
-            start = index // shared * local
-            full = f"{self.name}.{matrix}" if matrix else self.name
-            place = ((rows, self.in_features), (start, 0), (local, self.in_features))
-            weights.append(ShardSpec(f"{full}.weight", *place, row, self.std, tp_replicas=shared))
-            biases.append(
-                ShardSpec(f"{full}.bias", (rows,), (start,), (local,), row, tp_replicas=shared)
-            )
-            row += local
-        whole = self.group.size == 1
-        bias = ParameterSpec((row,), tuple(biases), whole) if self.has_bias else None
-        return {
-            "weight": ParameterSpec((row, self.in_features), tuple(weights), whole),
-            "bias": bias,
-        }
+    @classmethod
+    def of(cls, held: Held, **options: Any) -> Self:
+        """Returns the layer of a declared weight and bias; `options` are the other arguments."""
+        weights, ranks = held["weight"], group_of(options.get("group")).size
+        rows = {tensor.name: tensor.shape[0] for tensor in weights}
+        options["tp_replicas"] = {tensor.name: tensor.copies(ranks) for tensor in weights}
+        return cls(weights[0].shape[1], rows, bias="bias" in held, held=held, **options)
 
     @classmethod
     def from_linear(
@@ -361,7 +354,7 @@ class ColumnParallelLinear(ShardedModule):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.sums_shared:
-            specs = self._held(self.group.index)
+            specs = self.specs(self.group.index)
             weight = copy_to_replicas(weight, specs["weight"], self.group)
             if bias is not None:
                 bias = copy_to_replicas(bias, specs["bias"], self.group)
@@ -413,27 +406,28 @@ class RowParallelLinear(ShardedModule):
         name: str = "",
         std: float = 0.02,
         init: Initializer | None = None,
+        held: Held | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group, name, std)
-        self.has_bias = bias
+        super().__init__(group, name)
         self.check_divides("in_features", in_features, self.group.size)
+        dims = Dimension("inputs", in_features), Dimension("outputs", out_features)
+        self.held = held or row_parallel(name, *dims, std, bias)
         self.in_features = in_features
         self.out_features = out_features
         self.recomputed = recomputed
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.sums_bias = sum_partial_gradients and self.sp is not None
+        self.register_parameter("bias", None)
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, out_features, bias, device, dtype))
 
-    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
-        full, local = (self.out_features, self.in_features), self.in_features // self.group.size
-        shape = (self.out_features, local)
-        shard = ShardSpec(f"{self.name}.weight", full, (0, local * index), shape, std=self.std)
-        whole = ShardSpec(f"{self.name}.bias", full[:1], (0,), full[:1])
-        bias = ParameterSpec(full[:1], (whole,), True) if self.has_bias else None
-        return {"weight": ParameterSpec(shape, (shard,), self.group.size == 1), "bias": bias}
+    @classmethod
+    def of(cls, held: Held, **options: Any) -> Self:
+        """Returns the layer of a declared weight and bias; `options` are the other arguments."""
+        outputs, inputs = held["weight"][0].shape
+        return cls(inputs, outputs, bias="bias" in held, held=held, **options)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: GroupLike = None) -> Self:

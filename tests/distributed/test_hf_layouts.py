@@ -23,8 +23,9 @@ from parallel3d.checkpoint.init_from import load_initial
 from parallel3d.checkpoint.storage import chunks_by_name
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.generate import state_of
+from parallel3d.models.declared import states_of
 from parallel3d.models.decoding import Decoder, blank_stage
-from parallel3d.models.keys import ModelConfig, states_of
+from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config

@@ -13,10 +13,13 @@ from parallel3d.calibrate.measure import mirrored_group
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.route import AllToAllRoute, TokenRoute
+from parallel3d.models import declared
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
+from parallel3d.parameters.declaration import named
 from parallel3d.parameters.initializer import Initializer
 from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
@@ -33,7 +36,8 @@ def dispatch(ep: Group, way: str) -> TokenRoute:
     """Returns the route of a layer's forward and backward on equal tokens."""
     init = Initializer(5, torch.float64, torch.device("cpu"))
     context = BuildContext(init, SINGLE, sp=False, ep=ep, dispatch=way, routing="balanced")
-    layer = MixtureOfExperts(1, MODEL, context)
+    held = named("layers.1.mlp", declared.experts(MODEL, LayerKind.of(MODEL, 1)))
+    layer = MixtureOfExperts(1, held, MODEL, context)
     x = torch.linspace(-1, 1, 2 * 12 * 8, dtype=torch.float64).view(2, 12, 8).requires_grad_()
     lengths = torch.full((2,), 12.0, dtype=torch.float64)
     route, balance = layer.new_route(), Balance(torch.arange(2), None, None, lengths)

@@ -70,7 +70,7 @@ def fused_matrices(inside: str) -> Iterator[None]:
         if inside not in span.name or len(span.spec.shards) == 1:
             return span
         shape = span.spec.shape
-        whole = ShardSpec(f"layers.{span.name}", shape, (0, 0), shape)
+        whole = ShardSpec(f"layers.{span.name}", shape, (0, 0), shape, muon=True)
         return span._replace(spec=dataclasses.replace(span.spec, shards=(whole,)))
 
     with patch.object(muon, "ranges_of", lambda spans: sound([fuse(span) for span in spans])):

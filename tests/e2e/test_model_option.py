@@ -29,12 +29,15 @@ PLAYED = (
 NORM = """
 import torch
 from types import SimpleNamespace
+from parallel3d.comm.group import SINGLE
+from parallel3d.models import declared
 from parallel3d.models.keys import ModelConfig
-from parallel3d.models.layers import Norm
+from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.parameters.initializer import Initializer
 from tests.reference.model import make_norm
 model = ModelConfig(norm="l1norm", hidden_size=64)
-ours = Norm("norm", model, Initializer(1, torch.float64, torch.device("cpu")))
+init = Initializer(1, torch.float64, torch.device("cpu"))
+ours = Norm(declared.norm(model), model, BuildContext(init, SINGLE, sp=False))
 theirs = make_norm(SimpleNamespace(norm="l1norm", hidden_size=64, norm_eps=model.norm_eps)).double()
 x = torch.randn(2, 3, 64, dtype=torch.float64)
 torch.testing.assert_close(ours(x), theirs(x))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.planner.plan_dryrun import configured
-from parallel3d.blueprint.buckets import homes, is_hidden
+from parallel3d.blueprint.buckets import homes
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.build import Trainer
@@ -19,7 +19,7 @@ from parallel3d.commands.plan import plan
 from parallel3d.dryrun.counting import Zeros
 from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
-from parallel3d.models.keys import full_shapes_of
+from parallel3d.models.declared import full_shapes_of
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.muon import Muon, newton_schulz
 from parallel3d.optim.optimizer import Optimizer
@@ -67,8 +67,8 @@ def test_in_bf16_the_matrix_is_orthogonal_too() -> None:
 def test_a_step_equals_the_dense_oracle() -> None:
     """Tests two matrices in one parameter, with a table and a bias that AdamW steps."""
     torch.manual_seed(0)
-    first = ShardSpec("layers.0.q.weight", (6, 4), (0, 0), (6, 4))
-    second = ShardSpec("layers.0.k.weight", (3, 4), (0, 0), (3, 4), row=6)
+    first = ShardSpec("layers.0.q.weight", (6, 4), (0, 0), (6, 4), muon=True)
+    second = ShardSpec("layers.0.k.weight", (3, 4), (0, 0), (3, 4), row=6, muon=True)
     table = ShardSpec("head.weight", (5, 4), (0, 0), (5, 4))
     spans = [
         ParameterSpan("head", ParameterSpec((5, 4), (table,), True), 0, 20),
@@ -123,7 +123,8 @@ def test_a_dry_run_counts_muons_messages_and_its_momentum() -> None:
         found = {name: group["bytes_sent"] for name, group in facts["groups"].items()}
         assert found == pytest.approx(sent)
         shapes = full_shapes_of(config.model).items()
-        hidden = sum(math.prod(shape) for name, shape in shapes if is_hidden(name, len(shape)))
+        of_layers = (shape for name, shape in shapes if name.startswith("layers."))
+        hidden = sum(math.prod(shape) for shape in of_layers if len(shape) == 2)
         rest = parameter_count(config.model) - hidden
         expected = (4 * hidden + 8 * rest) / config.tp / (1 + config.zero)
         assert facts["live_bytes"]["optimizer"] == pytest.approx(expected, rel=0.03)

@@ -31,9 +31,14 @@ def test_steps_equal_those_of_torch_optim(name: str, momentum: float) -> None:
     params, grads = [torch.randn(100), torch.randn(50)], [torch.zeros(100), torch.zeros(50)]
     segments = [
         Segment(
-            param, grad, param, [ParameterSpan("p", ParameterSpec(shape, (), True), 0, shape[0])]
+            param,
+            grad,
+            param,
+            [ParameterSpan("p", ParameterSpec(shape, (), True, decays=decays), 0, shape[0])],
         )
-        for param, grad, shape in zip(params, grads, ((100, 1), (50,)), strict=True)
+        for param, grad, (shape, decays) in zip(
+            params, grads, (((100, 1), True), ((50,), False)), strict=True
+        )
     ]
     optim = OptimConfig(name=name, momentum=momentum, clip_grad=0.0, weight_decay=0.1)
     ours = Optimizer(optim, segments)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
 from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
-from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of
+from parallel3d.models.declared import full_shapes_of, states_of
+from parallel3d.models.keys import ModelConfig
 
 HEAD, OWN_HEAD = "lm_head.weight", "head.weight"
 ROUTER = "mlp.router"

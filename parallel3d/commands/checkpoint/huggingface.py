@@ -57,7 +57,8 @@ from parallel3d.data.tokenizer import (
 from parallel3d.data.tokenizer_check import unlike_theirs
 from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
-from parallel3d.models.keys import ModelConfig, full_shapes_of, states_of
+from parallel3d.models.declared import full_shapes_of, states_of
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.slices import STATE
 from parallel3d.run_config import Config, check_config

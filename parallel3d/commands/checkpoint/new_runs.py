@@ -55,7 +55,7 @@ from parallel3d.errors import UserError, print_line
 from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import METRICS, rows_of
 from parallel3d.metrics.provenance import versions
-from parallel3d.models.keys import states_of
+from parallel3d.models.declared import states_of
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import check_run, filled_directory

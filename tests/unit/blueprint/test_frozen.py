@@ -11,11 +11,12 @@ from parallel3d.blueprint.parameters import (
     first_trained,
     frozen_parameters,
     stage_parameters,
-    tensors_of,
+    tensors_by_parameter,
     trained_shares,
 )
 from parallel3d.blueprint.rank import PipelineRank, buckets_of
-from parallel3d.models.keys import ModelConfig, full_shapes_of
+from parallel3d.models.declared import full_shapes_of
+from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
@@ -41,7 +42,8 @@ def model_of(keys: dict[str, Any]) -> ModelConfig:
 def test_parameters_of_ranks_hold_each_tensor_once(keys: dict[str, Any]) -> None:
     model = model_of(keys)
     held = stage_parameters(model, 1, range(model.num_layers), True, True)
-    found = [tensor for parameter in held for tensor in tensors_of(parameter.name, model)]
+    tensors = tensors_by_parameter(model)
+    found = [tensor for parameter in held for tensor in tensors[parameter.name]]
     assert sorted(found) == sorted(full_shapes_of(model))
 
 

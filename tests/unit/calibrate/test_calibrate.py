@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.blueprint.ops import LayerKind, layer_kinds
+from parallel3d.blueprint.ops import layer_kinds
 from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.calibrate import measure
 from parallel3d.calibrate.pieces import (
@@ -29,6 +29,7 @@ from parallel3d.commands import calibrate as command
 from parallel3d.commands.options import CommandConfig
 from parallel3d.estimate import profiled_cost
 from parallel3d.experts.grouped import run_experts
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.transformer import Stage

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from parallel3d.blueprint.ops import LayerKind, layer_kinds
+from parallel3d.blueprint.ops import layer_kinds
 from parallel3d.calibrate.pieces import (
     BLOCKS,
     MICRO_BATCHES,
@@ -19,6 +19,7 @@ from parallel3d.calibrate.pieces import (
     fitting_on_all,
 )
 from parallel3d.errors import UserError
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 
@@ -49,7 +50,10 @@ def test_a_pipeline_of_pieces_has_the_layers_of_its_stages(model: str, tp: int) 
         made = pieces.configured(config(of), "cpu")
         for blocks, layers in pieces.stages(of):
             assert 0 < len(layers) <= kinds[blocks.kind]
-            assert {LayerKind.of(made.model, layer) for layer in layers} == {blocks.kind}
+            heads = blocks.kind.heads // (tp if made.tp == 1 else 1)
+            kv_heads = max(1, blocks.kind.kv_heads // (tp if made.tp == 1 else 1))
+            kind = blocks.kind._replace(heads=heads, kv_heads=kv_heads)
+            assert {LayerKind.of(made.model, layer) for layer in layers} == {kind}
         assert made.model.num_layers == sum(len(layers) for _, layers in pieces.stages(of))
 
 

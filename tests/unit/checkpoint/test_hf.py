@@ -20,7 +20,8 @@ from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_o
 from parallel3d.checkpoint.hf.names import HFTensor
 from parallel3d.commands.checkpoint import proof
 from parallel3d.errors import UserError
-from parallel3d.models.keys import ModelConfig, full_shapes_of
+from parallel3d.models.declared import full_shapes_of
+from parallel3d.models.keys import ModelConfig
 from tests.huggingface import GROUPED, fill, logits_of, save_model
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ from parallel3d.checkpoint.hf.families import FAMILIES as FORMATS
 from parallel3d.checkpoint.hf.names import hf_tensors
 from parallel3d.checkpoint.hf.rope import longrope_attention, unlike_before_5
 from parallel3d.errors import UserError
-from parallel3d.models.keys import ModelConfig, full_shapes_of
+from parallel3d.models.declared import full_shapes_of
+from parallel3d.models.keys import ModelConfig
 
 LLAMA = ModelConfig(
     num_layers=8,

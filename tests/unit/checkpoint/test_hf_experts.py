@@ -23,7 +23,7 @@ from parallel3d.commands.from_run import GENERATE, config_from_run
 from parallel3d.commands.options import CommandConfig
 from parallel3d.errors import UserError
 from parallel3d.experts.router import Router, RouterSettings, scores_of
-from parallel3d.models.keys import states_of
+from parallel3d.models.declared import states_of
 from parallel3d.models.transformer import Stage
 from tests.huggingface import EXPERTS, compare_gradients, filled, logits_of, read, save_model
 

@@ -13,7 +13,8 @@ from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
 from parallel3d.checkpoint.hf.names import hf_tensors
 from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.errors import UserError
-from parallel3d.models.keys import ModelConfig, full_shapes_of
+from parallel3d.models.declared import full_shapes_of
+from parallel3d.models.keys import ModelConfig
 
 GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=61)
 LLAMA = replace(

@@ -329,7 +329,7 @@ def test_export_touches_no_folder_of_the_users_and_flushes(
     monkeypatch.setattr(os, "fsync", noted)
 
     def read(names: Any) -> dict[str, torch.Tensor]:
-        from parallel3d.models.keys import full_shapes_of
+        from parallel3d.models.declared import full_shapes_of
 
         return {n: torch.zeros(full_shapes_of(model)[n]) for n in names}
 

@@ -65,7 +65,8 @@ def test_the_cap_depends_on_the_parameters_device() -> None:
 
 def parameter(*shape: int, replicated: bool = False, uses: int = 1) -> nn.Parameter:
     made = nn.Parameter(torch.randn(shape))
-    state_of(made).spec = ParameterSpec(shape, (), replicated, uses=uses)
+    decays = len(shape) > 1
+    state_of(made).spec = ParameterSpec(shape, (), replicated, uses=uses, decays=decays)
     return made
 
 

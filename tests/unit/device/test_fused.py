@@ -18,8 +18,9 @@ from torch import Tensor
 from parallel3d.comm.group import SINGLE
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents
 from parallel3d.device import accelerator, fused
-from parallel3d.models import ops
+from parallel3d.models import declared, ops
 from parallel3d.models.checkpointing import recomputed
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
@@ -85,7 +86,8 @@ def split_heads(x: Tensor) -> Tensor:
 def norm_heads(x: Tensor) -> Tensor:
     init = Initializer(0, x.dtype, torch.device("cpu"))
     model = ModelConfig(head_dim=HEAD_DIM)
-    norm = QKNorm("attention", model, (HEADS, KV_HEADS), BuildContext(init, SINGLE, sp=False))
+    held = declared.qk_norm(model, LayerKind.of(model, 0))
+    norm = QKNorm(held, model, (HEADS, KV_HEADS, HEAD_DIM), BuildContext(init, SINGLE, sp=False))
     with torch.no_grad():
         norm.q.copy_(torch.linspace(0.5, 2, HEAD_DIM))
         norm.k.copy_(torch.linspace(3, 1, HEAD_DIM))

@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks.planner.published_experts import CASES, run_of
 from parallel3d.blueprint.dispatch import share_sent
-from parallel3d.blueprint.ops import LayerKind
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.cli.overrides import compose
 from parallel3d.estimate.fitted_cost import (
@@ -31,6 +30,7 @@ from parallel3d.estimate.fitted_cost import (
     step,
 )
 from parallel3d.estimate.search import LayoutChoice, configure, layouts, planned, sizes_of, works
+from parallel3d.models.declared import LayerKind
 from parallel3d.run_config import Config
 from tests.unit.estimate.plan_work import constants, work
 from tests.unit.estimate.test_plan_experts import QWEN

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from parallel3d.blueprint.dispatch import chosen_way, share_sent
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.experts.balance import Balance
+from parallel3d.models import declared
+from parallel3d.models.declared import LayerKind, output_std
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
-from parallel3d.models.layers import BuildContext, output_std
+from parallel3d.models.layers import BuildContext
 from parallel3d.models.repeats import Repeats
+from parallel3d.parameters.declaration import named
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.distributed.seams import CHOSEN, EXPERTS, Seam
@@ -35,7 +38,8 @@ ROWS = Seam("experts.rows:evenly")
 def layer(recompute: str = "none", ep: Group = SINGLE) -> MixtureOfExperts:
     init = Initializer(5, torch.float64, torch.device("cpu"))
     context = BuildContext(init, SINGLE, sp=False, repeats=Repeats.of(recompute), ep=ep)
-    return MixtureOfExperts(1, MODEL, context)
+    held = named("layers.1.mlp", declared.experts(MODEL, LayerKind.of(MODEL, 1)))
+    return MixtureOfExperts(1, held, MODEL, context)
 
 
 def drawn(name: str, shape: tuple[int, int], std: float) -> Tensor:

@@ -22,6 +22,7 @@ from parallel3d.experts.router import (
     margins_of,
     weights_of,
 )
+from parallel3d.models import declared
 from parallel3d.models.keys import ModelConfig
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
@@ -51,9 +52,16 @@ def model(**keys: Any) -> ModelConfig:
     return ModelConfig(**(sizes | {"num_layers": 2, "num_attention_heads": 2} | keys))
 
 
+def router_drawn(
+    layer: int, shape: ModelConfig, routing: str, dtype: torch.dtype = torch.float64
+) -> Router:
+    init = Initializer(3, dtype, torch.device("cpu"))
+    return Router(layer, declared.router(shape), shape, init, routing)
+
+
 def router_of(shape: ModelConfig, dtype: torch.dtype = torch.float64) -> Router:
     """Returns a router with the unit matrix, whose logits are the token itself."""
-    router = Router(0, shape, Initializer(3, dtype, torch.device("cpu")))
+    router = router_drawn(0, shape, "model", dtype)
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS))
     return router
@@ -306,7 +314,7 @@ def test_a_planted_bug_is_detected(bug: Mutation, check: Callable[[], None]) -> 
 
 def test_balanced_choices_are_equally_many_and_the_same_for_any_split_of_a_sequence() -> None:
     shape = model(seq_length=32, experts_per_token=2)
-    router = Router(1, shape, Initializer(3, F64, torch.device("cpu")), "balanced")
+    router = router_drawn(1, shape, "balanced")
     x = torch.rand(2, 32, EXPERTS, dtype=F64)
     samples, lengths = torch.arange(2), torch.full((2,), 32, dtype=F64)
     whole = routed(router, x, Balance(samples, None, None, lengths)).experts.view(2, 32, 2)
@@ -316,7 +324,7 @@ def test_balanced_choices_are_equally_many_and_the_same_for_any_split_of_a_seque
     held = torch.tensor([3, 4, 30]).expand(2, -1)
     part = routed(router, x[:, held[0]], Balance(samples, held, None, lengths)).experts
     assert torch.equal(part.view(2, 3, 2), whole[:, held[0]])
-    other = Router(0, shape, Initializer(3, F64, torch.device("cpu")), "balanced")
+    other = router_drawn(0, shape, "balanced")
     assert router.balanced is not None and other.balanced is not None
     assert not torch.equal(router.balanced, other.balanced)
 

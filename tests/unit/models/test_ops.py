@@ -13,8 +13,9 @@ from torch.autograd import gradcheck
 from torch.func import functional_call
 
 from parallel3d.comm.group import SINGLE
-from parallel3d.models import attention, ops
+from parallel3d.models import attention, declared, ops
 from parallel3d.models.attention import AttentionOptions, causal_attention
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
@@ -58,7 +59,8 @@ def test_the_fused_sum_and_norm_equal_separate_ones() -> None:
 def test_norms_of_heads_are_pytorchs_norm_of_each_head() -> None:
     model = ModelConfig(hidden_size=24, num_attention_heads=3, norm_eps=1e-3)
     init = Initializer(0, torch.float64, torch.device("cpu"))
-    norm = QKNorm("attention", model, (3, 1), BuildContext(init, SINGLE, sp=False))
+    held = declared.qk_norm(model, LayerKind.of(model, 0))
+    norm = QKNorm(held, model, (3, 1, 8), BuildContext(init, SINGLE, sp=False))
     qkv, weights = leaf(2, 5, (3 + 2 * 1) * 8), {"q": leaf(8), "k": leaf(8) + 1}
     q, k, v = qkv.unflatten(-1, (5, 8)).split((3, 1, 1), 2)
     q, k = (F.rms_norm(x, (8,), weights[n], 1e-3) for x, n in ((q, "q"), (k, "k")))
@@ -72,9 +74,13 @@ def test_norms_of_heads_are_pytorchs_norm_of_each_head() -> None:
 
 
 def test_a_full_norm_is_pytorchs_norm_of_all_heads() -> None:
-    model = ModelConfig(hidden_size=24, num_attention_heads=3, num_query_groups=1, norm_eps=1e-3)
+    model = ModelConfig(
+        hidden_size=24, num_attention_heads=3, num_query_groups=1, norm_eps=1e-3,
+        qk_norm_width="full",
+    )  # fmt: skip
     init = Initializer(0, torch.float64, torch.device("cpu"))
-    norm = FullQKNorm("attention", model, (3, 1), BuildContext(init, SINGLE, sp=False))
+    held = declared.qk_norm(model, LayerKind.of(model, 0))
+    norm = FullQKNorm(held, model, (3, 1, 8), BuildContext(init, SINGLE, sp=False))
     qkv, weights = leaf(2, 5, (3 + 2 * 1) * 8), {"q": leaf(24), "k": leaf(8) + 1}
     q, k, v = qkv.split((24, 8, 8), 2)
     q, k = (F.rms_norm(x, w.shape, w, 1e-3) for x, w in ((q, weights["q"]), (k, weights["k"])))
@@ -93,13 +99,15 @@ def test_zero_centred_norms_multiply_by_one_plus_the_weight() -> None:
     assert gradcheck(lambda x, y, w: add_rms_norm(x, y, w, 1e-3, 1.0), (x, y, w))
     for kind, width in ((QKNorm, "head"), (FullQKNorm, "full")):
         model = ModelConfig(
-            hidden_size=24, num_attention_heads=3, num_query_groups=1, norm="rmsnorm", norm_eps=1e-3
-        )
-        centred = replace(model, norm_zero_centered=True, qk_norm_width=width)
+            hidden_size=24, num_attention_heads=3, num_query_groups=1, norm="rmsnorm",
+            norm_eps=1e-3, qk_norm_width=width,
+        )  # fmt: skip
+        centred = replace(model, norm_zero_centered=True)
         found = []
         for config, offset in ((model, 1.0), (centred, 0.0)):
             init = Initializer(0, torch.float64, torch.device("cpu"))
-            norm = kind("attention", config, (3, 1), BuildContext(init, SINGLE, sp=False))
+            held = declared.qk_norm(config, LayerKind.of(config, 0))
+            norm = kind(held, config, (3, 1, 8), BuildContext(init, SINGLE, sp=False))
             assert float(norm.q.detach()[0]) == offset
             with torch.no_grad():
                 for weight in (norm.q, norm.k):

@@ -1,0 +1,289 @@
+"""Declares the parameters of a model: what each module holds, by kind of layer. No torch.
+
+The modules are built from these declarations, and shapes, stages, gradient buckets and checkpoints
+are derived from them. A function declares one module: name of a local parameter within the module →
+the full tensors that it holds, in the order of `Module.named_parameters()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from parallel3d.models.dialect import Rope
+from parallel3d.models.keys import ModelConfig
+from parallel3d.parameters.declaration import (
+    Dimension,
+    FullTensor,
+    Held,
+    column_parallel,
+    named,
+    placed,
+    row_parallel,
+    vector,
+    vocabulary_table,
+    within,
+)
+
+WORD_EMBEDDING = "embedding.word.weight"
+ATTENTION, DENSE, EXPERTS = "attention", "dense", "experts"
+
+
+class LayerKind(NamedTuple):
+    """The properties in which the layers of a model differ.
+
+    Attributes:
+        mlp: DENSE or EXPERTS; None: the layer has no second half.
+        window: number of keys that a query sees, its own included, or None for all up to its own.
+        rope: rotary positions, or None if RoPE does not rotate q and k.
+        mixer: what mixes tokens, a name in `MIXERS`; None: the layer has no first half.
+        heads: number of query heads.
+        kv_heads: number of key-value heads.
+        head_size: width of a head.
+        norm_position: where the layer has norms, as in `model.norm_position`.
+    """
+
+    mlp: str | None = DENSE
+    window: int | None = None
+    rope: Rope | None = None
+    mixer: str | None = ATTENTION
+    heads: int = 1
+    kv_heads: int = 1
+    head_size: int = 1
+    norm_position: str = "before"
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> LayerKind:
+        """Returns the kind of a layer of the model."""
+        attention = model.attention_kind(layer)
+        return cls(
+            EXPERTS if model.has_experts(layer) else DENSE,
+            attention.window,
+            attention.rope,
+            ATTENTION,
+            model.num_attention_heads,
+            model.kv_heads,
+            model.head_size,
+            model.norm_position,
+        )
+
+    @property
+    def experts(self) -> bool:
+        """Whether the layer has experts in place of an MLP."""
+        return self.mlp == EXPERTS
+
+    @property
+    def rotates(self) -> bool:
+        """Whether RoPE rotates q and k."""
+        return self.rope is not None
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the layer's norms over the hidden dimension, in the order in which they run."""
+        before, after = self.norm_position != "after", self.norm_position != "before"
+        halves = (
+            (self.mixer, "input_norm", "attention_output_norm"),
+            (self.mlp, "mlp_norm", "mlp_output_norm"),
+        )
+        return tuple(
+            name
+            for half, of_input, of_output in halves
+            if half is not None
+            for name in [of_input] * before + [of_output] * after
+        )
+
+
+def hidden_of(model: ModelConfig) -> Dimension:
+    return Dimension("hidden", model.hidden_size)
+
+
+def output_std(model: ModelConfig) -> float:
+    """Returns the initial standard deviation of layers that write into the residual stream.
+
+    It shrinks with the number of such layers (Radford et al. 2019).
+    """
+    return model.init_std / math.sqrt(2 * model.num_layers)
+
+
+def offset_of(model: ModelConfig) -> float:
+    """Returns the number that RMSNorms add to their weights: 1 if zero-centred, else 0.
+
+    The initial value of the weights is 1 minus this number.
+    """
+    return 1.0 if model.norm_zero_centered else 0.0
+
+
+def norm(model: ModelConfig) -> Held:
+    """Declares a norm over the hidden dimension."""
+    hidden = hidden_of(model)
+    held: Held = {"weight": (vector("weight", hidden, fill=1.0 - offset_of(model)),)}
+    return held | ({"bias": (vector("bias", hidden),)} if model.norm == "layernorm" else {})
+
+
+def heads_of(kind: LayerKind) -> tuple[Dimension, Dimension]:
+    """Returns the dimensions of the queries and of the keys (or values) of all heads."""
+    return (
+        Dimension("queries", kind.heads * kind.head_size, kind.heads),
+        Dimension("keys", kind.kv_heads * kind.head_size, kind.kv_heads),
+    )
+
+
+def qk_norm(model: ModelConfig, kind: LayerKind) -> Held:
+    """Declares the norms of q and k, of each head by itself or of all heads as one vector."""
+    fill, head, held = 1.0 - offset_of(model), Dimension("head", kind.head_size), Held()
+    for part, width in zip("qk", heads_of(kind), strict=True):
+        name = f"{part}_norm.weight"
+        if model.qk_norm_width == "full":
+            held[part] = (vector(name, width, split=0, fill=fill),)
+        else:
+            held[part] = (vector(name, head, fill=fill)._replace(of_heads=True),)
+    return held
+
+
+def attention(model: ModelConfig, kind: LayerKind) -> Held:
+    """Declares attention: q, k and v in one linear layer, norms of q and k, the output."""
+    hidden, (queries, keys) = hidden_of(model), heads_of(kind)
+    matrices = {"q": queries, "k": keys, "v": keys}
+    qkv = column_parallel(matrices, hidden, model.init_std, model.qkv_bias)
+    out = row_parallel("out", queries, hidden, output_std(model), model.out_bias)
+    norms = placed("qk_norm", qk_norm(model, kind)) if model.qk_norm else {}
+    return placed("qkv", qkv) | norms | placed("out", out)
+
+
+def mlp(model: ModelConfig, width: int, bias: bool) -> Held:
+    """Declares an MLP; gate and up are in one linear layer."""
+    hidden, ffn = hidden_of(model), Dimension("ffn", width)
+    matrices = dict.fromkeys(("gate", "up") if model.is_gated else ("up",), ffn)
+    up = column_parallel(matrices, hidden, model.init_std, bias)
+    down = row_parallel("down", ffn, hidden, output_std(model), bias)
+    return placed("up", up) | placed("down", down)
+
+
+def dense_mlp(model: ModelConfig, _: LayerKind) -> Held:
+    return mlp(model, model.ffn_size, model.bias)
+
+
+def router(model: ModelConfig) -> Held:
+    """Declares a router, whose bias is a state."""
+    count = Dimension("experts", model.num_experts)
+    weight = FullTensor("weight", (count, hidden_of(model)), std=model.init_std)
+    bias = vector("bias", count)._replace(is_state=True, wide=True)
+    return {"weight": (weight,), **({"bias": (bias,)} if model.router_bias else {})}
+
+
+def experts(model: ModelConfig, _: LayerKind) -> Held:
+    """Declares a mixture of experts: gate of the shared expert, router, experts, shared expert.
+
+    Every tp rank holds the router and its experts whole, because each token is on one rank.
+    """
+    hidden, ffn = hidden_of(model), Dimension("ffn", model.expert_size)
+    shared, gates = Held(), Held()
+    if model.shared_expert_size:
+        shared = within("shared", mlp(model, model.shared_expert_size, bias=False))
+        if model.shared_expert_gate:
+            dims = Dimension("gate", 1), hidden
+            gate = FullTensor("shared_gate.weight", dims, std=model.init_std, muon=True)
+            gates["shared_gate"] = (gate,)
+
+    def of_experts(part: str, dims: tuple[Dimension, ...], std: float) -> FullTensor:
+        name = f"experts.{{}}.{part}.weight"
+        return FullTensor(name, dims, std=std, muon=True, experts=model.num_experts)
+
+    parts = ("gate", "up") if model.is_gated else ("up",)
+    ups = tuple(of_experts(name, (ffn, hidden), model.init_std) for name in parts)
+    down = of_experts("down", (hidden, ffn), output_std(model))
+    matrices = {"experts.up": ups, "experts.down": (down,)}
+    return gates | within("router", router(model)) | matrices | shared
+
+
+Declare = Callable[[ModelConfig, LayerKind], Held]
+MIXERS: dict[str, Declare] = {ATTENTION: attention}
+MLPS: dict[str, Declare] = {DENSE: dense_mlp, EXPERTS: experts}
+
+
+# Modules of a layer, in the order in which they run.
+ORDER = (
+    *("input_norm", "attention", "attention_output_norm"),
+    *("mlp_norm", "mlp", "mlp_output_norm"),
+)
+
+
+def layer(model: ModelConfig, kind: LayerKind) -> Held:
+    """Declares a layer of a kind, in the order in which its modules run."""
+    parts = dict.fromkeys(kind.norms, norm(model))
+    if kind.mixer is not None:
+        parts["attention"] = MIXERS[kind.mixer](model, kind)
+    if kind.mlp is not None:
+        parts["mlp"] = MLPS[kind.mlp](model, kind)
+    held = Held()
+    for name in sorted(parts, key=ORDER.index):
+        held |= within(name, parts[name])
+    return held
+
+
+def embedding(model: ModelConfig) -> Held:
+    """Declares the embedding, with the names that its tensors have in the model."""
+    held = Held()
+    if model.position_embedding == "learned":
+        dims = Dimension("positions", model.max_positions), hidden_of(model)
+        position = FullTensor("embedding.position.weight", dims, std=model.init_std)
+        held["position"] = (position,)
+    word = _table(model, WORD_EMBEDDING, replicated=model.embedding == "replicated")
+    return held | {"word.weight": (word,)}
+
+
+def head(model: ModelConfig) -> Held:
+    """Declares the head, whose table is a copy of the word embedding if the two are tied."""
+    table = embedding(model)["word.weight"]
+    if not model.tie_embeddings:
+        table = (_table(model, "head.weight", replicated=False),)
+    return {"table": table, **placed("norm", named("final_norm", norm(model)))}
+
+
+def _table(model: ModelConfig, name: str, *, replicated: bool) -> FullTensor:
+    sizes = model.vocab_size, model.padded_vocab_size
+    return vocabulary_table(name, *sizes, hidden_of(model), model.init_std, replicated=replicated)
+
+
+def parameters_of(model: ModelConfig) -> Iterator[tuple[str, tuple[FullTensor, ...]]]:
+    """Yields the local parameters and the states of the whole model, each with its full tensors."""
+    for name, tensors in embedding(model).items():
+        yield f"embedding.{name}", tensors
+    yield from parameters_of_layers(model, range(model.num_layers))
+    for name, tensors in head(model).items():
+        yield f"head.{name}", tensors
+
+
+def parameters_of_layers(
+    model: ModelConfig, numbers: Iterable[int]
+) -> Iterator[tuple[str, tuple[FullTensor, ...]]]:
+    """Does the same as `parameters_of` for the layers with these numbers."""
+    layers: dict[LayerKind, Held] = {}
+    for number in numbers:
+        kind = LayerKind.of(model, number)
+        if kind not in layers:
+            layers[kind] = layer(model, kind)
+        yield from within(f"layers.{number}", layers[kind]).items()
+
+
+def full_tensors(model: ModelConfig) -> Iterator[FullTensor]:
+    """Yields the full tensors of the model; a tied table is yielded twice."""
+    for _, tensors in parameters_of(model):
+        yield from tensors
+
+
+def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the full shape of each of the model's tensors by name, without vocabulary padding."""
+    return {name: tensor.shape for tensor in full_tensors(model) for name in tensor.names}
+
+
+def parameter_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the full shape of each tensor that has gradients (see `full_shapes_of`)."""
+    states = states_of(model)
+    return {name: s for name, s in full_shapes_of(model).items() if name not in states}
+
+
+def states_of(model: ModelConfig) -> frozenset[str]:
+    """Returns the names of the full tensors that no optimizer updates: the biases of routers."""
+    return frozenset(tensor.name for tensor in full_tensors(model) if tensor.is_state)
