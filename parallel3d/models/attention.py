@@ -33,6 +33,7 @@ from parallel3d.errors import UserError, first_line
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.ops import Heads, split_heads
+from parallel3d.models.rotary import Positions
 
 # On a B200 (compute capability 10.0) cuDNN's kernel gives wrong results with fewer key-value heads
 # than this (open issue: https://github.com/pytorch/pytorch/issues/193893).
@@ -151,13 +152,23 @@ def causal_attention(
 
     Returns: (b, s, heads · head_dim).
     """
-    positions = inputs.positions
-    rotary = None if options.rope is None else positions.rotary[options.rope]
+    q, k, v = rotated_heads(qkv, heads, inputs.positions, options.rope)
+    y = attend_split(q, k, v, inputs, options)
+    return y.transpose(1, 2).flatten(2)
+
+
+def rotated_heads(
+    qkv: Tensor, heads: Heads, positions: Positions, rope: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v of `causal_attention` by heads, with the positions in q and k.
+
+    `rope`: index of the rotary table, or None for no rotation.
+    """
+    rotary = None if rope is None else positions.rotary[rope]
     q, k, v = split_heads(qkv, heads, rotary)
     if positions.temperature is not None:
         q = q * positions.temperature.to(q.dtype)
-    y = attend_split(q, k, v, inputs, options)
-    return y.transpose(1, 2).flatten(2)
+    return q, k, v
 
 
 def attend_split(

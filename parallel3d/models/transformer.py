@@ -20,7 +20,7 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models import declared
-from parallel3d.models.attention import AttentionOptions, causal_attention
+from parallel3d.models.attention import AttentionOptions, causal_attention, rotated_heads
 from parallel3d.models.checkpointing import (
     checkpoint_up_to_linear,
     recomputed,
@@ -32,10 +32,12 @@ from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.full_norm import FullQKNorm
+from parallel3d.models.key_value_cache import KeyValueCache
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, Norm, QKNorm
 from parallel3d.models.mlp import MLP
+from parallel3d.models.ops import Heads
 from parallel3d.models.repeats import NOTHING
 from parallel3d.models.rotary import (
     Positions,
@@ -103,8 +105,27 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, inputs: LayerInputs) -> Tensor:
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
-        heads = (self.heads, self.kv_heads, self.head_dim)
-        return causal_attention(qkv, heads, inputs, self.options)
+        return causal_attention(qkv, self.shape, inputs, self.options)
+
+    @property
+    def shape(self) -> Heads:
+        return self.heads, self.kv_heads, self.head_dim
+
+    @property
+    def kind(self) -> Hashable:
+        """Returns what distinguishes layers of attention whose compiled code differs."""
+        return self.shape, self.options.window, self.options.rope
+
+    def cached_heads(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v of x by heads, as `KeyValueCache` keeps them."""
+        qkv = self.qkv(x)
+        if self.qk_norm is not None:
+            qkv = self.qk_norm(qkv)
+        return rotated_heads(qkv, self.shape, positions, self.options.rope)
+
+    def decoding(self, length: int, like: Tensor) -> KeyValueCache:
+        """Returns the state in which the layer decodes one sequence of up to `length` tokens."""
+        return KeyValueCache(self, length, like)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
@@ -185,7 +206,7 @@ class TransformerBlock(nn.Module):
     def kind(self) -> tuple[Hashable, ...]:
         """Returns what distinguishes blocks whose compiled code differs: first their attention."""
         attention, experts = self.attention, isinstance(self.mlp, MixtureOfExperts)
-        return attention.options.window, attention.options.rope, experts, self.repeats
+        return attention.kind, experts, self.repeats
 
     def added_by_attention(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns attention's output `y` after its norm, dropout and scaling, to be added to x."""
@@ -321,7 +342,7 @@ class Stage(nn.Module):
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
         kinds = [block.kind for block in self.blocks.values()]
-        self.graph_blocks = graph_size(kinds, [kind[:2] for kind in kinds])
+        self.graph_blocks = graph_size(kinds, [kind[0] for kind in kinds])
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
         self.device = ctx.init.device
 

@@ -147,14 +147,14 @@ def test_several_new_tokens_at_once_give_the_same_logits() -> None:
 
 def test_a_sliding_layer_caches_its_window_alone() -> None:
     decoder, _ = decoder_of(SLIDING)
-    assert [cache.shape[3] for cache in decoder.caches.values()] == [4, 12]
+    assert [state.kept.shape[3] for state in decoder.states.values()] == [4, 12]
     short, _ = decoder_of(dataclasses.replace(SLIDING, sliding_window=40))
-    assert [cache.shape[3] for cache in short.caches.values()] == [12, 12]
+    assert [state.kept.shape[3] for state in short.states.values()] == [12, 12]
 
 
 def test_a_cache_that_is_one_key_too_short_shows() -> None:
     decoder, stage = decoder_of(SLIDING)
-    decoder.caches["0"] = decoder.caches["0"][:, :, :, :-1]
+    decoder.states["0"].kept = decoder.states["0"].kept[:, :, :, :-1]
     tokens = list(range(9))
     for length in range(4, 10):
         logits = decoder.logits(tokens[:length])
