@@ -26,10 +26,11 @@ def check_context_parallel(
         "cp": cp,
     }
     check_conflicts(CONFLICTS, values.__getitem__)
-    heads, kv_heads = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
-    if style == "heads" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
-        raise UserError(
-            f"context_parallel.style=heads needs cp={cp} to divide the {heads} query heads and "
-            f"{kv_heads} key-value heads of a tensor-parallel rank; the nearest is "
-            "context_parallel.style=gather, for any heads."
-        )
+    for kind in model.attention_kinds if style == "heads" else ():
+        heads, kv_heads = kind.heads // tp, max(1, kind.kv_heads // tp)
+        if heads % cp or (kv_heads % cp and cp % kv_heads):
+            raise UserError(
+                f"context_parallel.style=heads needs cp={cp} to divide the {heads} query heads and "
+                f"{kv_heads} key-value heads of a tensor-parallel rank; the nearest is "
+                "context_parallel.style=gather, for any heads."
+            )

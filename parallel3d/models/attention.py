@@ -79,7 +79,8 @@ def choose_kernel(blueprint: Blueprint, device: torch.device) -> str:
         if accelerator.has_values(device):  # a dry run does not need the package
             _activate(asked)
     if kernel != MATH:  # the math kernel accepts all shapes
-        _try(blueprint, device, kernel)
+        for heads in _local_heads(blueprint):
+            _try(blueprint, device, kernel, heads)
     return kernel
 
 
@@ -93,13 +94,16 @@ def avoids_cudnn(blueprint: Blueprint, device: torch.device) -> bool:
     if asked != AUTO or device.type != "cuda" or torch.version.hip is not None:
         return False
     half = blueprint.precision.name in HALF_PRECISION  # cuDNN has no attention for other dtypes
-    if not half or _local_kv_heads(blueprint) >= LEAST_KV_HEADS:
+    if not half or min(kv for _, kv, _ in _local_heads(blueprint)) >= LEAST_KV_HEADS:
         return False
     return accelerator.module(device).get_device_capability(device)[0] == BLACKWELL
 
 
-def _local_kv_heads(blueprint: Blueprint) -> int:
-    return max(1, blueprint.model.kv_heads // blueprint.layout.tp)
+def _local_heads(blueprint: Blueprint) -> list[Heads]:
+    """Returns the heads on a rank, for each kind of attention in the model."""
+    tp, kinds = blueprint.layout.tp, blueprint.model.attention_kinds
+    found = [(of.heads // tp, max(1, of.kv_heads // tp), of.head_size) for of in kinds]
+    return list(dict.fromkeys(found))
 
 
 def _activate(asked: str) -> None:
@@ -119,21 +123,19 @@ def _activate(asked: str) -> None:
         ) from error
 
 
-def _try(blueprint: Blueprint, device: torch.device, kernel: str) -> None:
-    model, dtype = blueprint.model, compute_dtype(blueprint.precision)
-    heads, kv_heads = model.num_attention_heads // blueprint.layout.tp, _local_kv_heads(blueprint)
-    tokens, width = min(model.seq_length, TRIED_TOKENS), (heads + 2 * kv_heads) * model.head_size
+def _try(blueprint: Blueprint, device: torch.device, kernel: str, shape: Heads) -> None:
+    dtype, (heads, kv_heads, size) = compute_dtype(blueprint.precision), shape
+    tokens, width = min(blueprint.model.seq_length, TRIED_TOKENS), (heads + 2 * kv_heads) * size
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # PyTorch warns about every kernel that it rejects
             qkv = torch.zeros(1, tokens, width, dtype=dtype, device=device, requires_grad=True)
-            shape = (heads, kv_heads, model.head_size)
             options = AttentionOptions(kernel)
             causal_attention(qkv, shape, LayerInputs(), options).sum().backward()
     except (RuntimeError, NotImplementedError) as error:
         raise UserError(
             f"attention_kernel={blueprint.layer.attention_kernel} has no kernel for heads of "
-            f"{model.head_size} in {str(dtype).removeprefix('torch.')} on this "
+            f"{size} in {str(dtype).removeprefix('torch.')} on this "
             f"{accelerator.name(device)} ({first_line(error).rstrip('.')}); the nearest is "
             "attention_kernel=auto, which takes the fastest available one."
         ) from error

@@ -17,7 +17,6 @@ from parallel3d.models.dialect import (
     SLIDING,
     SLIDING_NOPE,
     YARN,
-    Rope,
 )
 from parallel3d.models.keys import ModelConfig
 
@@ -126,7 +125,7 @@ def check_layer_types(model: ModelConfig) -> None:
             f"model.layer_types={show(fixed)}."
         )
     base = model.sliding_rotary_base
-    if base is not None and Rope(base, is_scaled=False) not in model.ropes:
+    if base is not None and all(rope.is_scaled for rope in model.ropes):
         raise UserError(
             f"model.sliding_rotary_base={show(base)} is the RoPE base of sliding layers, but with "
             f"{shown} and model.position_embedding={model.position_embedding} none is rotated; "

@@ -62,9 +62,9 @@ class LayerKind(NamedTuple):
             attention.window,
             attention.rope,
             ATTENTION,
-            model.num_attention_heads,
-            model.kv_heads,
-            model.head_size,
+            attention.heads,
+            attention.kv_heads,
+            attention.head_size,
             model.norm_position,
         )
 

@@ -17,10 +17,17 @@ LLAMA3, LINEAR, YARN, LONGROPE = "llama3", "linear", "yarn", "longrope"
 
 
 class Rope(NamedTuple):
-    """Rotary positions of a layer type: base θ, and whether `model.rope_scaling` applies."""
+    """Rotary positions of a kind of attention.
+
+    Attributes:
+        base: base θ.
+        is_scaled: whether `model.rope_scaling` applies.
+        pairs: number of pairs of a head's dimensions that are rotated.
+    """
 
     base: float
     is_scaled: bool
+    pairs: int
 
 
 class AttentionKind(NamedTuple):
@@ -29,10 +36,16 @@ class AttentionKind(NamedTuple):
     Attributes:
         window: number of keys that a query sees, including its own, or None for all up to its own.
         rope: rotary positions, or None if RoPE does not rotate q and k.
+        heads: number of query heads.
+        kv_heads: number of key-value heads.
+        head_size: width of a head.
     """
 
     window: int | None
     rope: Rope | None
+    heads: int
+    kv_heads: int
+    head_size: int
 
 
 @dataclass

@@ -199,10 +199,12 @@ class ModelConfig(  # dataclass fields of the last base class come first
         slides = word in (SLIDING, SLIDING_NOPE)
         rope = None
         if self.position_embedding == "rope" and word in (FULL, SLIDING):
-            rope = Rope(self.rotary_base, is_scaled=True)
+            rope = Rope(self.rotary_base, is_scaled=True, pairs=self.rotary_pairs)
             if slides and self.sliding_rotary_base is not None:
-                rope = Rope(self.sliding_rotary_base, is_scaled=False)
-        return AttentionKind(self.sliding_window if slides else None, rope)
+                rope = rope._replace(base=self.sliding_rotary_base, is_scaled=False)
+        window = self.sliding_window if slides else None
+        heads = self.num_attention_heads
+        return AttentionKind(window, rope, heads, self.kv_heads, self.head_size)
 
     @property
     def attention_kinds(self) -> list[AttentionKind]:

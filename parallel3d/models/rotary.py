@@ -91,7 +91,7 @@ def frequencies(model: ModelConfig, rope: Rope, length: int) -> tuple[Tensor, fl
     The frequency of a pair is the angle by which it turns from one position to the next. `length`
     is the number of tokens of the document.
     """
-    rotated = model.rotary_pairs * 2
+    rotated = rope.pairs * 2
     exponent = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     plain = rope.base**-exponent
     if not rope.is_scaled:

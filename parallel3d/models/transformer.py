@@ -94,8 +94,7 @@ class Attention(nn.Module):
         self.qk_norm = None
         if norms := part_of(held, "qk_norm"):
             norm = FullQKNorm if model.qk_norm_width == "full" else QKNorm
-            shape = (self.heads, self.kv_heads, self.head_dim)
-            self.qk_norm = norm(norms, model, shape, ctx)
+            self.qk_norm = norm(norms, model, self.shape, ctx)
         self.out = RowParallelLinear.of(part_of(held, "out"), **ctx.linear_arguments)
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:

@@ -23,10 +23,8 @@ def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
     Under context parallelism, the sequence length is not among them, because it is padded
     (`Config.padded_seq_length`).
     """
-    sizes = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.hidden_size": model.hidden_size,
-    }
+    heads = math.gcd(*(kind.heads for kind in model.attention_kinds))
+    sizes = {"model.num_attention_heads": heads, "model.hidden_size": model.hidden_size}
     experts = len(model.expert_layers)
     if experts < model.num_layers:
         sizes["model.ffn_hidden_size"] = model.ffn_size
@@ -49,7 +47,8 @@ def _tp_splits(model: ModelConfig, sizes: Collection[int]) -> Callable[[int], bo
 
 def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
     """Returns whether tp divides the number of key-value heads, or that number divides tp."""
-    return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+    every = [kind.kv_heads for kind in model.attention_kinds]
+    return all(kv_heads % tp == 0 or tp % kv_heads == 0 for kv_heads in every)
 
 
 def check_tensor_parallel(model: ModelConfig, chunks: int, *, tp: int, cp: int, sp: bool) -> None:

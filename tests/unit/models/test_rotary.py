@@ -92,19 +92,19 @@ def test_frequencies_are_those_of_transformers(
     )
     compute = ROPE_INIT_FUNCTIONS[theirs["rope_type"]]
     expected, factor = compute(config, torch.device("cpu"), seq_len=model.seq_length)
-    found, ours = frequencies(model, Rope(10000.0, is_scaled=True), model.seq_length)
+    found, ours = frequencies(model, Rope(10000.0, is_scaled=True, pairs=PAIRS), model.seq_length)
     torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=0.0)
     assert ours == pytest.approx(factor, rel=1e-12)
-    cos, sin = rotary_tables(model, Rope(10000.0, True), torch.float64, torch.device("cpu"))
+    cos, sin = rotary_tables(model, Rope(10000.0, True, PAIRS), torch.float64, torch.device("cpu"))
     angle = torch.arange(model.seq_length).double()[:, None] * found
-    read = rows_read(model.seq_length, None, rope_switch(model, Rope(10000.0, True)))
+    read = rows_read(model.seq_length, None, rope_switch(model, Rope(10000.0, True, PAIRS)))
     torch.testing.assert_close(cos[read].squeeze(1), ours * angle.cos())
     torch.testing.assert_close(sin[read].squeeze(1), ours * angle.sin())
 
 
 def test_layers_that_are_not_scaled_have_plain_frequencies_of_their_base() -> None:
     model = replace(PLAIN, rope_scaling="yarn", rope_scaling_factor=16.0)
-    found, factor = frequencies(model, Rope(500.0, is_scaled=False), 40)
+    found, factor = frequencies(model, Rope(500.0, is_scaled=False, pairs=PAIRS), 40)
     assert factor == 1.0
     assert found.tolist() == pytest.approx([500.0 ** (-d / PAIRS) for d in range(PAIRS)])
 
@@ -128,7 +128,7 @@ def longrope(**changes: Any) -> ModelConfig:
 
 def read_by(model: ModelConfig, documents: Documents) -> torch.Tensor:
     """Returns the angle of the last pair, which turns slowly, for each token."""
-    rope = Rope(10000.0, is_scaled=True)
+    rope = Rope(10000.0, is_scaled=True, pairs=PAIRS)
     cos, sin = rotary_tables(model, rope, torch.float64, torch.device("cpu"))
     rows = rows_read(0, documents, rope_switch(model, rope))
     return torch.atan2(sin[rows], cos[rows])[..., 0, -1]
@@ -169,8 +169,8 @@ def test_padding_does_not_count_as_length(used: int) -> None:
 
 
 def test_a_model_whose_samples_are_short_has_one_table() -> None:
-    model, rope = longrope(), Rope(10000.0, is_scaled=True)
+    model, rope = longrope(), Rope(10000.0, is_scaled=True, pairs=PAIRS)
     assert rope_switch(model, rope) == 32 and length_with_short_factors(model) is None
     model = longrope(seq_length=32)
     assert rope_switch(model, rope) is None and length_with_short_factors(model) == 32
-    assert rope_switch(model, Rope(10000.0, is_scaled=False)) is None
+    assert rope_switch(model, Rope(10000.0, is_scaled=False, pairs=PAIRS)) is None
