@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.data.sampler import Sample
+from parallel3d.models.dialect import AttentionKind
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config, conf_dir
 
@@ -61,6 +62,20 @@ def preset(name: str) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / f"{name}.yaml"))
 
 
+class TwoKinds(ModelConfig):
+    """A model whose sliding layers have fewer and wider heads than its full layers."""
+
+    sliding_heads: ClassVar = (4, 2, 6)  # numbers of query and key-value heads, width of a head
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        kind = super().attention_kind(layer)
+        if kind.window is None:
+            return kind
+        heads, kv_heads, size = self.sliding_heads
+        rope = kind.rope and kind.rope._replace(pairs=size // 2)
+        return kind._replace(rope=rope, heads=heads, kv_heads=kv_heads, head_size=size)
+
+
 @dataclass(frozen=True)
 class Problem:
     """A model, an optimizer and a precision: everything that may change the numbers."""
@@ -83,6 +98,7 @@ class Problem:
     padding: bool = False  # a third of all tokens is padding
     biases: tuple[float, ...] = ()  # biases of every router before the first step; zeros if empty
     seed: int = Config.seed
+    two_kinds: bool = False  # heads of sliding layers differ from those of full ones
 
     @property
     def seq_length(self) -> int:
@@ -111,6 +127,7 @@ class Problem:
         more = "padded" if self.padding else ""
         more += f" biases {self.biases}" if self.biases else ""
         more += f" seed {self.seed}" if self.seed != Config.seed else ""
+        more += " two kinds of heads" if self.two_kinds else ""
         return " ".join(f"{words} {changes} {packs} {batches} {more}".split())
 
 
@@ -168,6 +185,7 @@ class Case:
         for name in lists:
             sizes[name] = list(sizes.get(name, ()))
         microbatches = self.microbatches or (3 if layout.pp > 1 else 2)
+        kind_of_model = TwoKinds if problem.two_kinds else ModelConfig
         config = Config(
             tp=layout.tp,
             pp=layout.pp,
@@ -180,7 +198,7 @@ class Case:
             global_batch_size=problem.batch,
             device="cpu",
             compile=self.compile,
-            model=ModelConfig(**(preset(problem.preset) | sizes)),
+            model=kind_of_model(**(preset(problem.preset) | sizes)),
         )
         config.model.tie_embeddings = problem.tied
         config.model.embedding = self.embedding

@@ -124,6 +124,7 @@ PLAIN: Mapping[str, Any] = {
     "sliding_rotary_base": None,
     "rope_scaling": "llama3",
     "query_temperature": 0.0,
+    "sliding_heads": None,
 }
 
 
@@ -284,6 +285,8 @@ class Attention(nn.Module):
         self.heads = shape.num_attention_heads
         self.kv_heads = shape.num_query_groups or shape.num_attention_heads
         self.head_dim = shape.head_dim or shape.hidden_size // self.heads
+        if self.slides and option(shape, "sliding_heads") is not None:
+            self.heads, self.kv_heads, self.head_dim = option(shape, "sliding_heads")
         kv_size = self.kv_heads * self.head_dim
         kind = shape.attention_bias or ("all" if shape.bias else "none")
         inner, outer = kind in ("qkv", "all"), kind == "all"
