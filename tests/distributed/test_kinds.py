@@ -14,6 +14,8 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, Sizes, check_cases
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 MODEL = (
     ("num_query_groups", 4),
     ("head_dim", 4),
