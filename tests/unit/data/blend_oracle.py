@@ -1,13 +1,12 @@
 """Shares out samples of a blend slowly and exactly, as a reference for `data.blend`.
 
-It shares no code with the package: it uses fractions, lists that are sorted again for every join,
-and counters that go up one by one.
+It shares no code with the package: it uses lists that are sorted again for every join, and counters
+that go up one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from random import Random
 
 import numpy as np
@@ -28,7 +27,7 @@ def random_weights(random: Random, most: int = 40) -> list[int]:
 class Node:
     """A node of the reference's tree: a weight, its owner or its two children, and its counts."""
 
-    def __init__(self, weight: Fraction, order: int, owner: int | None, two: Sequence[Node] = ()):
+    def __init__(self, weight: int, order: int, owner: int | None, two: Sequence[Node] = ()):
         self.weight, self.order, self.owner, self.two = weight, order, owner, two
         self.slots = self.lefts = 0
 
@@ -39,15 +38,15 @@ class Node:
         right, left = self.two
         self.slots += 1
         # Slots of the left child, rounded: halves go up.
-        due = left.weight / self.weight * self.slots
-        if self.lefts < (due + Fraction(1, 2)).__floor__():
+        due = (2 * left.weight * self.slots + self.weight) // (2 * self.weight)
+        if self.lefts < due:
             self.lefts += 1
             return left.take()
         return right.take()
 
 
 def tree(weights: Sequence[int]) -> Node:
-    nodes = [Node(Fraction(weight), k, k) for k, weight in enumerate(weights)]
+    nodes = [Node(weight, k, k) for k, weight in enumerate(weights)]
     order = len(nodes)
     while len(nodes) > 1:
         nodes.sort(key=lambda node: (node.weight, node.order))
@@ -70,8 +69,7 @@ def owners(node: Node, slots: int) -> npt.NDArray[np.int64]:
     if node.owner is not None:
         return np.full(slots, node.owner)
     right, left = node.two
-    whole, twice = int(node.weight), 2 * int(left.weight)
-    lefts = (twice * np.arange(slots + 1) + whole) // (2 * whole)
+    lefts = (2 * left.weight * np.arange(slots + 1) + node.weight) // (2 * node.weight)
     is_left = np.diff(lefts) > 0
     found = np.empty(slots, np.int64)
     found[is_left] = owners(left, int(lefts[-1]))
