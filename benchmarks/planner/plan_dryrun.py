@@ -1,10 +1,10 @@
 """Compares the planner's figures with `dryrun`'s: `python -m benchmarks.planner.plan_dryrun`.
 
-It samples presets × layouts × schedules × zero × recompute, runs one rank of each on tensors
-without values, and prints a row for each: the figures of the dry run, and the planner's relative
-differences. The planner's memory (`estimate/memory.py`) is a bound, which is hardly ever below the
-dry run's. Models keep their widths and get `--layers` layers per stage, since the time of a dry run
-grows with its launches. No GPU is needed; a row takes about a second of one core.
+It draws models from tiny to medium, with experts, windows, uneven and frozen stages, in random
+layouts, schedules and settings, runs one rank of each on tensors without values, and prints a row
+for each: the figure of the dry run, and the planner's relative differences. The planner's memory
+(`estimate/memory.py`) is a bound, which is hardly ever below the dry run's. No GPU is needed; a
+row takes about a second of one core.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.dryrun.keys import DryrunConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import host_memory, peak_memory
+from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.keys import ModelConfig
@@ -36,16 +39,39 @@ from parallel3d.run_config import check_config
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.topology.assumptions import preset
 
-PRESETS = (
-    *("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b"),
-    *("qwen3_8b", "qwen2_5_0_5b", "megatron_1t"),
-)
-LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp, pp
+PRESETS = ("llama_1b", "llama3_8b", "gpt2_124m", "qwen3_8b", "qwen2_5_0_5b", "gemma3_1b")
+LAYOUTS = (
+    *((1, 1), (1, 1), (1, 2), (1, 2), (1, 4), (1, 4)),
+    *((2, 1), (2, 2), (2, 4), (4, 1), (4, 2)),
+)  # tp, pp
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
-RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
-NAMES = ("memory", "bytes sent", "pinned memory")
+RECOMPUTE = (
+    *("none", "none", "selective", "full", "full"),
+    *("[norm]", "[norm,activation]", "[mlp]", "[norm,attention,mlp]"),
+)
+FROZEN = (
+    *(["embedding.*"], ["embedding.*", "layers.0.*"], ["layers.[01].*", "embedding.*"]),
+    *(["*.attention.*"], ["*norm*"], ["*.mlp.*"], ["head.*", "final_norm.*"]),
+)
+STATES = ("parameters", "gradients", "masters", "optimizer")
+NAMES = ("memory", "states", "bytes sent", "pinned memory")
+EVEN = (1.0, 0.0, 3.0)  # limits of all figures but memory, in per cent
+WORST = 8  # number of cases that are named at either end
 ROUNDED = 1e-9  # in per cent; both are sums of floats
 Keys = dict[str, Any]
+
+
+class Compared(NamedTuple):
+    """Figures of a case.
+
+    Attributes:
+        pairs: (bytes in the dry run, bytes according to the planner), by `NAMES`.
+        played, said: the phases of the peak in the dry run, and according to the planner.
+    """
+
+    pairs: dict[str, tuple[float, float]]
+    played: str
+    said: str
 
 
 def configured(keys: Keys) -> CommandConfig:
@@ -62,96 +88,151 @@ def configured(keys: Keys) -> CommandConfig:
         dryrun=DryrunConfig(rank=keys.pop("rank", 0)),
         moe=ExpertsConfig(**keys.pop("moe", {})),
     )
-    config.precision.name = "bf16"
+    config.precision.name = keys.pop("precision", "bf16")
     config.schedule.name = keys.pop("schedule", "1f1b")
+    config.schedule.layers_per_stage = keys.pop("stages", None)
     config.context_parallel.style = keys.pop("style", "gather")
+    config.optim.name = keys.pop("optim", "adamw")
+    config.optim.freeze = keys.pop("freeze", None)
     config.optim.state = keys.pop("state", "fp32")
     config.optim.ema_decay = keys.pop("ema_decay", None)
     config.ddp.reduce_every_microbatch = keys.pop("every", None)
     return check_config(dataclasses.replace(config, **keys), own_samples=True)
 
 
-def sample(seed: int, layers: int, experts: bool = False) -> Iterator[Keys]:
-    """Yields cases without end, each of which can run; equal seeds give equal cases.
+class CaseSampler:
+    """Draws cases without end, each of which can run; equal seeds give equal cases.
 
-    `experts`: only models with experts in place of MLPs.
+    Attributes:
+        refused: number of drawn cases so far that cannot run.
     """
-    chance, more = random.Random(seed), random.Random(seed)
-    while True:
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.refused = 0
+
+    def __iter__(self) -> Iterator[Keys]:
+        while True:
+            keys = self._keys()
+            try:
+                planned(configured(keys)).stages  # noqa: B018  # refuses empty stages
+            except UserError:
+                self.refused += 1
+                continue
+            yield keys
+
+    def _keys(self) -> Keys:
+        chance = self.chance
         tp, pp = chance.choice(LAYOUTS)
         schedule = chance.choice(SCHEDULES if pp > 1 else ("1f1b",))
         vpp = 2 if schedule in (*V_SHAPED, *LOOPED) else 1
-        dp, batch, cp = (
-            chance.choice((1, 2, 8)),
-            chance.choice((1, 1, 2)),
-            chance.choice((1, 1, 2, 4)),
-        )
-        count = pp * chance.choice((1, 2, 3))
-        keys: Keys = {
-            "model": chance.choice(PRESETS), "layers": layers * pp * vpp, "tp": tp, "pp": pp,
-            "vpp": vpp, "dp": dp, "cp": cp,
-            "style": chance.choice(STYLES if cp > 1 else STYLES[:1]),
+        dp, cp = chance.choice((1, 2, 2, 4, 8)), chance.choice((1, 1, 1, 2, 4))
+        batch, stages = chance.choice((1, 1, 2)), pp * vpp
+        keys: Keys = self._model() | {
+            "layers": chance.choice((1, 2, 2, 3)) * stages, "tp": tp, "pp": pp, "vpp": vpp,
+            "dp": dp, "cp": cp, "style": chance.choice(STYLES if cp > 1 else STYLES[:1]),
             "sp": chance.random() < 0.6 and tp > 1, "schedule": schedule,
-            "zero": chance.choice((0, 1, 2, 3)) if dp * cp > 1 else 0,
+            "zero": chance.choice((0, 1, 2, 2, 3, 3)) if dp * cp > 1 else 0,
             "recompute": chance.choice(RECOMPUTE), "micro_batch_size": batch,
-            "global_batch_size": batch * dp * count,
+            "global_batch_size": batch * dp * pp * chance.choice((1, 2, 3)),
             "rank": chance.choice((0, pp // 2, pp - 1)) * tp * cp * dp,
+            "precision": chance.choice(("bf16", "bf16", "bf16", "bf16", "fp32")),
         }  # fmt: skip
         if keys["zero"] > 1:
             keys["every"] = chance.choice((None, True, False))  # ddp.reduce_every_microbatch
-        if experts:
-            keys |= mixture(more, keys)
-        try:
-            configured(keys)
-        except UserError:
-            continue
-        yield keys
+        if chance.random() < 0.15:
+            keys["optim"] = "sgd"
+        if chance.random() < 0.2:
+            keys["state"] = "bf16"
+        if chance.random() < 0.1:
+            keys["ema_decay"] = 0.9
+        if keys["recompute"] != "none" and chance.random() < 0.3:
+            keys["recompute_layers"] = [1]
+        if stages > 1 and chance.random() < 0.25:
+            keys["stages"] = self._stages(keys["layers"], stages)
+        if chance.random() < 0.2:
+            keys["freeze"] = chance.choice(FROZEN)
+        if chance.random() < 0.35:
+            keys |= self._experts(keys)
+        return keys
+
+    def _model(self) -> Keys:
+        """Returns a preset, or sizes from tiny to medium, perhaps with windows."""
+        chance = self.chance
+        dialect: Keys = {}
+        if chance.random() < 0.25:
+            dialect |= {"layer_types": chance.choice((["sliding", "full"], ["sliding"]))}
+            dialect |= {"sliding_window": chance.choice((64, 256, 1024))}
+        if chance.random() < 0.4:
+            return {"model": chance.choice(PRESETS), "dialect": dialect}
+        head, heads = chance.choice((32, 64, 128)), chance.choice((4, 8, 16))
+        dialect |= {
+            "hidden_size": head * heads, "num_attention_heads": heads, "head_dim": head,
+            "num_query_groups": chance.choice((None, 2, 4)),
+            "ffn_hidden_size": chance.choice((2, 3, 4)) * head * heads,
+            "vocab_size": chance.choice((512, 8192, 32000, 50257)),
+            "seq_length": chance.choice((256, 512, 1024, 2048, 4096)),
+            "max_position_embeddings": 4096,
+            "norm": chance.choice(("rmsnorm", "layernorm")),
+            "norm_position": chance.choice(("before", "before", "before", "both", "after")),
+            "activation": chance.choice(("swiglu", "gelu")), "qk_norm": chance.random() < 0.3,
+            "bias": chance.random() < 0.3, "tie_embeddings": chance.random() < 0.5,
+        }  # fmt: skip
+        return {"model": "llama_tiny", "dialect": dialect}
+
+    def _stages(self, layers: int, stages: int) -> list[int]:
+        """Returns numbers of layers of stages, at least one each."""
+        cuts = sorted(self.chance.choices(range(layers - stages + 1), k=stages - 1))
+        return [1 + end - begin for begin, end in pairwise([0, *cuts, layers - stages])]
+
+    def _experts(self, keys: Keys) -> Keys:
+        """Returns keys of random experts in a layout; they may contradict each other."""
+        chance = self.chance
+        count, chosen = chance.choice(((8, 2), (16, 4), (64, 8)))
+        sigmoid = chance.random() < 0.4
+        model: Keys = {
+            "num_experts": count, "experts_per_token": chosen,
+            "expert_ffn_size": chance.choice((256, 512, 768, 1024)),
+            "shared_expert_size": chance.choice((0, 0, 1024)),
+            "router_score": "sigmoid" if sigmoid else "softmax",
+            "router_bias": sigmoid, "router_normalize": chance.random() < 0.7,
+            "dense_layers": chance.choice(([], [], [0])),
+        }  # fmt: skip
+        if model["shared_expert_size"]:
+            model["shared_expert_gate"] = chance.random() < 0.5
+        if chance.random() < 0.2:
+            model |= {"router_groups": 4, "router_top_groups": 2}
+        moe = {
+            "dispatch": chance.choice(("auto", "gather", "all_to_all")),
+            "aux_loss": chance.choice((0.0, 0.01)),
+            "z_loss": chance.choice((0.0, 0.001)),
+        }
+        return {
+            "experts": model,
+            "moe": moe,
+            "ep": chance.choice((1, 2, 4, 8)),
+            "sp": keys["tp"] > 1,
+        }
 
 
-def mixture(chance: random.Random, keys: Keys) -> Keys:
-    """Returns keys of random experts in a layout; they may contradict each other."""
-    count, chosen = chance.choice(((8, 2), (16, 4), (64, 8)))
-    sigmoid = chance.random() < 0.4
-    model: Keys = {
-        "num_experts": count, "experts_per_token": chosen, "vocab_size": 8192,
-        "expert_ffn_size": chance.choice((512, 768, 1024)),
-        "shared_expert_size": chance.choice((0, 0, 1024)),
-        "router_score": "sigmoid" if sigmoid else "softmax",
-        "router_bias": sigmoid, "router_normalize": chance.random() < 0.7,
-        "dense_layers": chance.choice(([], [], [0])),
-    }  # fmt: skip
-    if model["shared_expert_size"]:
-        model["shared_expert_gate"] = chance.random() < 0.5
-    if chance.random() < 0.2:
-        model |= {"router_groups": 4, "router_top_groups": 2}
-    moe = {
-        "dispatch": chance.choice(("auto", "gather", "all_to_all")),
-        "aux_loss": chance.choice((0.0, 0.01)),
-        "z_loss": chance.choice((0.0, 0.001)),
-    }
-    return {"experts": model, "moe": moe, "ep": chance.choice((1, 2, 4, 8)), "sp": keys["tp"] > 1}
-
-
-def compare(keys: Keys) -> dict[str, tuple[float, float]]:
-    """Returns, by `NAMES`, the figures of the dry run and of the planner in bytes."""
+def compare(keys: Keys) -> Compared:
+    """Returns the figures of the dry run and of the planner."""
     config = configured(keys)
     facts, layout = find_facts(config, config.dryrun.rank), layout_of(config)
     where = layout.coordinates(facts["rank"])
     shard = where.dp * layout.cp + where.cp
-    played = (facts["peak_bytes"], _sum(facts["groups"]), facts["host_bytes"])
     sent = sum(
         wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, where.pp, shard)
     )
-    said = (
-        peak_memory(config, where.pp).total,
-        sent,
-        host_memory(config, where.pp),
-    )
-    return dict(zip(NAMES, zip(played, said, strict=True), strict=True))
-
-
-def _sum(groups: dict[str, dict[str, float]]) -> float:
-    return sum(group["bytes_sent"] for group in groups.values())
+    played = sum(group["bytes_sent"] for group in facts["groups"].values())
+    said = peak_memory(config, where.pp)
+    pairs = {
+        "memory": (facts["peak_bytes"], said.total),
+        "states": (sum(facts["live_bytes"][name] for name in STATES), said.states),
+        "bytes sent": (played, sent),
+        "pinned memory": (facts["host_bytes"], host_memory(config, where.pp)),
+    }
+    return Compared(pairs, facts["peak_in"], said.phase)
 
 
 def off(played: float, said: float) -> float:
@@ -159,53 +240,60 @@ def off(played: float, said: float) -> float:
     return 100 * (said / played - 1) if played else 0.0 if not said else float("inf")
 
 
-def _row(keys: Keys) -> tuple[str, list[float]]:
-    found = compare(keys)
-    errors = [off(*found[name]) for name in NAMES]
+def _words(keys: Keys) -> str:
     plain = {"sp": False, "vpp": 1, "zero": 0, "recompute": "none", "dp": 1, "rank": 0}
-    plain |= {"cp": 1, "style": "gather", "every": None}
-    words = [f"{k}={v}" for k, v in keys.items() if plain.get(k) != v and k != "model"]
-    played = f"{found['memory'][0] / 1e9:.2f}"
-    cells = " | ".join(f"{error:+.2f}" for error in errors)
-    return f"| {keys['model']} | {' '.join(words)} | {played} | {cells} |", errors
+    plain |= {"cp": 1, "style": "gather", "every": None, "pp": 1, "tp": 1, "precision": "bf16"}
+    plain |= {"schedule": "1f1b", "dialect": {}}
+    words = [f"{k}={v}" for k, v in keys.items() if k != "model" and plain.get(k) != v]
+    return " ".join(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints the table. Returns 0 if in all cases memory is at most `--below` per cent below and
+    """Prints the tables. Returns 0 if in all cases memory is at most `--below` per cent below and
     `--above` above, and bytes sent are equal, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--random", type=int, default=60, metavar="N", help="cases to draw")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=2, help="layers a stage")
-    parser.add_argument("--experts", action="store_true", help="models with experts")
     parser.add_argument("--below", type=float, default=3.0, help="limit of memory, per cent")
     parser.add_argument("--above", type=float, default=12.0, help="limit of memory, per cent")
     parser.add_argument("--case", action="append", default=[], help="run one case, given as JSON")
+    parser.add_argument("--json", help="file for the cases beyond the limits, a JSON line each")
     options = parser.parse_args(words)
-    began = time.monotonic()
-    found = sample(options.seed, options.layers, options.experts)
-    cases = [json.loads(case) for case in options.case]
-    cases = cases or [next(found) for _ in range(options.cases)]
-    print("| model | layout | GB | memory % | bytes sent % | pinned % |")
-    print("|---|---|---|---|---|---|")
-    errors = []
+    began, sampler = time.monotonic(), CaseSampler(options.seed)
+    given = [json.loads(case) for case in options.case]
+    cases = given or islice(sampler, options.random)
+    titles = "model", "layout", "GB", *(f"{name} %" for name in NAMES), "peaks in, by plan"
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
+    rows: list[tuple[list[float], Keys, str]] = []
     for keys in cases:
-        row, off_by = _row(keys)
-        errors.append(off_by)
-        print(row, flush=True)
-    table = np.array(errors)
-    print()
-    even = [0.0, 3.0]  # limits of all figures but memory
-    limits = np.array([[-options.below, options.above], *([-n, n] for n in even)])
+        found = compare(keys)
+        errors = [off(*found.pairs[name]) for name in NAMES]
+        cells = [keys["model"], _words(keys), f"{found.pairs['memory'][0] / 1e9:.2f}"]
+        cells += [*(f"{error:+.2f}" for error in errors), f"{found.played}, {found.said}"]
+        rows.append((errors, keys, f"| {' | '.join(cells)} |"))
+        print(rows[-1][-1], flush=True)
+    table = np.array([errors for errors, _, _ in rows])
+    limits = np.array([[-options.below, options.above], *([-n, n] for n in EVEN)])
     least, most = (limits + np.array([-ROUNDED, ROUNDED])).T
     within = (least <= table) & (table <= most)
+    worst = sorted(rows, key=lambda row: row[0][0])
+    few = max(0, min(WORST, len(rows) // 4))
+    for title, listed in (("lowest bounds", worst[:few]), ("highest bounds", worst[::-1][:few])):
+        print("", title, "", *(line for _, _, line in listed), sep="\n")
+    print()
     for name, (low, high), column, inside in zip(NAMES, limits, table.T, within.T, strict=True):
         print(
             f"{name}: median {np.median(column):+.2f} %, from {column.min():+.2f} to "
-            f"{column.max():+.2f} %, {int(inside.sum())} of {len(column)} from {low:+g} to "
-            f"{high:+g} %"
+            f"{column.max():+.2f} %, 19 of 20 below {np.quantile(column, 0.95):+.2f} %, "
+            f"{int(inside.sum())} of {len(column)} from {low:+g} to {high:+g} %"
         )
-    print(f"{time.monotonic() - began:.0f} s")
+    print(f"{sampler.refused} drawn cases refused; {time.monotonic() - began:.0f} s")
+    if options.json:
+        beyond = [
+            keys for (_, keys, _), inside in zip(rows, within, strict=True) if not all(inside)
+        ]
+        Path(options.json).write_text("".join(json.dumps(keys) + "\n" for keys in beyond))
     return int(not within.all())
 
 

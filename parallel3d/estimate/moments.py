@@ -1,0 +1,316 @@
+"""Finds the moments of a step at which a rank uses the most memory.
+
+A forward and a backward run through the layers of a stage one by one. Before each layer, other
+micro-batches in flight (`in_flight.states_of`) and the stage's other layers hold tensors; on top
+comes the peak of the layer itself (`layer_memory`), and what FSDP2 has gathered and reduces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel3d.blueprint.blueprint import StageBlueprint
+from parallel3d.blueprint.buckets import PIECE
+from parallel3d.blueprint.in_flight import states_of
+from parallel3d.blueprint.rank import PipelineRank, flat_shards
+from parallel3d.estimate.layer_memory import FP32, LayerMemory, layers_of_stage
+from parallel3d.models.declared import LayerKind
+from parallel3d.schedules.actions import Kind
+
+ENDS = "gradients of embedding and head"
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, without the states that exist throughout it.
+
+    Attributes:
+        phase: name of the phase of the step.
+        activations: tensors that micro-batches in flight keep for their backward.
+        temporary: other tensors, including the parameters that FSDP2 has gathered.
+    """
+
+    phase: str
+    activations: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.temporary
+
+
+class _Place(NamedTuple):
+    """One layer of a stage.
+
+    Attributes:
+        memory: bytes of the layer for one micro-batch.
+        stays: bytes of `memory.kept` that are not offloaded.
+        numel: number of elements that FSDP2 gathers for the layer.
+        trained: number of elements with gradients.
+        apart: number of those, if any, that FSDP2 shards as a unit of their own: the experts.
+    """
+
+    memory: LayerMemory
+    stays: float
+    numel: int
+    trained: int
+    apart: int
+
+
+def moments(rank: PipelineRank) -> Iterator[Moment]:
+    """Yields the peak of each kind of action of each stage, and that of the optimizer."""
+    return _Moments(rank).all()
+
+
+class _Moments:
+    def __init__(self, rank: PipelineRank) -> None:
+        self.rank = rank
+        self.places = [self._places(stage) for stage in rank.stages]
+        self.once = rank.blueprint.microbatches == 1
+        # With FSDP2, the gradient of a table is in the compute dtype until it is reduced.
+        model, cut = rank.blueprint.model, rank.layout.tp
+        table = rank.item * (model.padded_vocab_size // cut * model.hidden_size)
+        reduces = rank.fully_sharded and not (rank.last and rank.table.frozen)
+        self.table = float(table) if reduces else 0.0
+        # The head's forward also computes the gradients of its table, and of its input before and
+        # after the norm.
+        self.states = 2 * rank.stream
+        self.head = self.states + self.table * rank.last
+
+    def _places(self, stage: StageBlueprint) -> list[_Place]:
+        rank, found = self.rank, []
+        away = layers_away(rank, stage)
+        for i, (number, memory) in enumerate(
+            zip(stage.layers, layers_of_stage(rank, stage), strict=True)
+        ):
+            stays = memory.kept - memory.large * (i < away)
+            experts, others = rank.numels[LayerKind.of(rank.blueprint.model, number)]
+            frozen = rank.frozen_numel(range(number, number + 1))
+            trained = experts - frozen[0], others - frozen[1]
+            found.append(_Place(memory, stays, experts + others, sum(trained), trained[0]))
+        return found
+
+    def all(self) -> Iterator[Moment]:
+        rank = self.rank
+        kept = [sum(p.stays for p in self._with_backward(c)) for c in range(len(self.places))]
+        held = [n + self.head * s.last for n, s in zip(kept, rank.stages, strict=True)]
+        waits = [sum(p.memory.deferred for p in places) for places in self.places]
+        message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
+        left = np.array([self._left(chunk) for chunk in range(len(self.places))])
+        for (kind, chunk), seen in states_of(rank.blueprint, rank.index).items():
+            if kind == Kind.W:  # W only frees memory, so it is never the peak
+                continue
+            stage = rank.stages[chunk]
+            if kind != Kind.F and not stage.has_backward:
+                continue
+            live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
+            most = float((live + seen.begun @ left).max())
+            if kind == Kind.F:
+                of_action = self._forward(chunk)
+            else:
+                of_action = {"backward": self._backward(chunk, kind)}
+            beside = self._beside(chunk, kind) if rank.blueprint.pipeline.overlaps else 0.0
+            for phase, more in of_action.items():
+                yield Moment(phase, most, more + beside)
+            if kind != Kind.F and rank.fully_sharded:
+                # This backward has already added to the sums, or freed the last reduction's input.
+                begun = (seen.begun | (np.arange(len(left)) == chunk)) & rank.accumulates
+                behind = live + begun @ left
+                last = behind[seen.final] if rank.accumulates else behind
+                for phase, more in self._reduction(chunk).items():
+                    most = float((behind if phase == ENDS else last).max(initial=-math.inf))
+                    yield Moment(phase, most, more)
+        if rank.blueprint.optim.state == "bf16":  # a piece has fp32 states and random bits
+            widest = max((s.numel for s in flat_shards(rank)), default=0)
+            yield Moment("optimizer", 0.0, 3.0 * FP32 * min(PIECE, widest))
+
+    def _with_backward(self, chunk: int) -> list[_Place]:
+        return self.places[chunk][self.rank.stages[chunk].without_backward :]
+
+    def _forward(self, chunk: int) -> dict[str, float]:
+        """Returns phase → bytes of a forward, for a layer and for the head with the loss."""
+        rank, stage = self.rank, self.rank.stages[chunk]
+        most, kept = 0.0, rank.stream  # the stage's input
+        for i, place in enumerate(self.places[chunk]):
+            if i < stage.without_backward:
+                # The code also refers to the input of such a layer, which nothing keeps.
+                most = max(most, kept + rank.stream + place.memory.inert)
+            else:
+                most = max(most, kept + place.memory.forward)
+                kept += place.stays
+        found = {"forward": most + self._away(chunk) + self._gathered(min(2, rank.layer_count))}
+        if not stage.last:
+            return found
+        logits = rank.item * max(rank.loss_chunks) * rank.columns
+        states = self.states + 2 * rank.hidden + (rank.hidden + rank.stream if rank.sp else 0)
+        tables = 2 * self.table + max(logits, self.table)
+        kept -= rank.stream
+        return found | {"head and loss": kept + states + tables + self._gathered(1)}
+
+    def _backward(self, chunk: int, kind: Kind) -> float:
+        """Returns the bytes of a backward that the forward has not kept.
+
+        In I, the operands of later layers' weight gradients wait for W.
+        """
+        more, most = 0.0, -math.inf
+        places = self._with_backward(chunk)
+        for i, place in reversed([*enumerate(places)]):
+            if kind == Kind.I:
+                most = max(most, more + place.memory.halved)
+                more += place.memory.deferred - place.stays
+            else:
+                gathered = self._gathered_with(sum(p.numel for p in places[max(0, i - 1) : i + 1]))
+                most = max(most, more + gathered + place.memory.backward)
+                more -= place.stays
+        return most + self._away(chunk) + self._of_head(chunk)
+
+    def _away(self, chunk: int) -> float:
+        """Returns the bytes of offloaded layers that are on the device at the same time.
+
+        They belong to the layer that computes, a neighbour, and a layer that the next action
+        fetches.
+        """
+        stage = self.rank.stages[chunk]
+        near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
+        return near * max(
+            (p.memory.kept - p.stays for p in self._with_backward(chunk)), default=0.0
+        )
+
+    def _of_head(self, chunk: int) -> float:
+        """Returns the bytes that the head adds to the backward of a stage's layers.
+
+        The backward begins with the gradient of the head's input, and that of its table is kept.
+        """
+        stage = self.rank.stages[chunk]
+        return self._cast(stage) - self.rank.stream if stage.last else 0.0
+
+    def _cast(self, stage: StageBlueprint) -> float:
+        """Returns the bytes of the head's gradient before it is reduced, unless its table is tied
+        to the embedding of the same stage."""
+        ties = stage.first and stage.last and self.rank.table.tied
+        return self.table if stage.last and not ties else 0.0
+
+    def _beside(self, chunk: int, kind: Kind) -> float:
+        """Returns the bytes that the other pass adds while a forward and a backward take turns.
+
+        For each layer whose tensors the backward frees, the forward keeps the tensors of one layer,
+        so the passes stay within two layers of each other. If the backward also repeats exchanges
+        of tokens, it waits more often and falls further behind.
+        """
+        layers = [place.memory for place in self._with_backward(chunk)]
+        if kind == Kind.F:
+            most = max(layer.backward for layer in layers)
+        else:
+            most = max(layer.forward - layer.kept for layer in layers)
+        apart = 2 * max(layer.kept for layer in layers)
+        again = max(layer.exchanged_again for layer in layers)
+        return most + apart + sum(layer.kept for layer in layers) * again / (2 + again)
+
+    # FSDP2 reduces a layer's gradients during the next layer's backward, or accumulates them.
+
+    def _gathered(self, layers: int) -> float:
+        """Returns the bytes of the parameters that FSDP2 has gathered.
+
+        They belong to embedding and head, and to the largest `layers` adjacent layers of a stage.
+        """
+        each = [[place.numel for place in places] for places in self.places]
+        return self._gathered_with(
+            max(sum(n[i : i + layers]) for n in each for i in range(max(1, len(n) - layers + 1)))
+        )
+
+    def _gathered_with(self, numel: int) -> float:
+        """Returns the bytes that FSDP2 has gathered with these elements of layers.
+
+        With zero=2, all layers are gathered instead.
+        """
+        rank = self.rank
+        if not rank.fully_sharded:
+            return 0.0
+        if rank.blueprint.data.zero == 2:  # frozen parameters are whole on every rank
+            return rank.item * float(sum(p.numel for p in rank.trained))
+        return rank.item * float(numel + rank.end_numel)
+
+    def _completed(self, stage: StageBlueprint) -> int:
+        """Returns the elements of embedding and head whose gradients a stage's backward completes.
+
+        The first stage's backward does not complete a tied table if the rank has the last stage
+        too.
+        """
+        rank = self.rank
+        adds = stage.first and not stage.last and rank.last and rank.table.tied
+        numel = sum(p.numel for p in rank.ends_read(stage) if not p.frozen)
+        return numel - (rank.table.numel if adds and not rank.table.frozen else 0)
+
+    def _left(self, chunk: int) -> float:
+        """Returns the bytes that remain after a stage's backward with FSDP2.
+
+        They are sums of gradients, or the input of the last reduction.
+        """
+        rank, stage, places = self.rank, self.rank.stages[chunk], self.places[chunk]
+        if rank.accumulates:
+            return float(FP32 * (sum(p.trained for p in places) + self._completed(stage)))
+        if rank.fully_sharded and not self.once and len(rank.stages) == 1:
+            last = max((p.trained for p in places), default=0)
+            return float(FP32 * (self._completed(stage) or last))
+        return 0.0
+
+    def _reduction(self, chunk: int) -> dict[str, float]:
+        """Returns phase → bytes after a layer's backward with FSDP2.
+
+        The phases are the reduction of the layer's gradients, the next layer's backward during that
+        reduction, and the reduction of the gradients of embedding and head.
+        """
+        rank, sums, stage = self.rank, not self.rank.accumulates, self.rank.stages[chunk]
+        frees = rank.blueprint.data.zero == 2 and (self.once or rank.accumulates)
+        cast, always = self._cast(stage), self._away(chunk) + self._of_head(chunk)
+        places = self._with_backward(chunk)
+        after = during = -math.inf
+        more = 0.0  # less the bytes that layers had kept and that their backwards have freed
+        for i, place in reversed([*enumerate(places)]):
+            before = places[i - 1] if i else None
+            if place.apart and sums and len(places) > 1:
+                # FSDP2 reduces a layer's experts during the backward of the layer's attention, and
+                # the rest of the layer during the backward of the next layer's experts.
+                others = place.numel - place.apart + (before.numel if before else 0)
+                reducing = FP32 * place.apart * (1 + 1 / rank.layout.edp)
+                reducing -= frees * rank.item * place.trained
+                beside = self._gathered_with(others) + place.memory.before_experts
+                during = max(during, more + always + beside + reducing)
+            more -= place.stays
+            wide = sums * FP32 * place.trained
+            if frees:  # zero=2 frees a layer's parameters after its last backward
+                wide -= rank.item * place.trained
+            alone = self._gathered_with(before.numel if before else 0)
+            given = sums * rank.item * place.trained
+            after = max(after, more + rank.stream + cast + alone + wide + given)
+            if before is not None and sums:
+                following = sum(p.numel for p in places[max(0, i - 2) : i])
+                beside = self._gathered_with(following) + before.memory.backward
+                during = max(during, more + always + beside + wide - FP32 * place.apart)
+        found = {"reduction": after, "backward during a reduction": during}
+        table = self.table if stage.first else 0.0
+        ends = rank.stream + more - self.states * stage.last + cast + table
+        ends += 0.0 if self.once else self._gathered_with(0)
+        if sums:
+            input, several = FP32 * self._completed(stage), len(rank.ends_read(stage)) > 1
+            shared = stage.first or (rank.first and rank.table.tied)
+            freed = self.table if several and shared else 0.0
+            ends += input + max(0.0, input / rank.replicas - freed)
+        return found | {ENDS: ends}
+
+
+def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
+    """Returns whether each micro-batch's backward on the stage directly follows its forward."""
+    return stage.last and rank.blueprint.pipeline.name != "gpipe"
+
+
+def layers_away(rank: PipelineRank, stage: StageBlueprint) -> int:
+    """Returns the number of a stage's layers whose activations are copied to the host.
+
+    If the backward follows the forward of the same micro-batch directly, the stage's last layer
+    stays on the device.
+    """
+    return min(stage.offloaded, len(stage.layers) - turns_around(rank, stage))
