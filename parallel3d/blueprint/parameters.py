@@ -12,7 +12,7 @@ from parallel3d.models import declared
 from parallel3d.models.declared import WORD_EMBEDDING, LayerKind
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
-from parallel3d.parameters.declaration import FullTensor, Held
+from parallel3d.parameters.declaration import FullTensor, placed
 
 TABLE = "head.table"
 TABLES = (WORD_EMBEDDING, TABLE)
@@ -61,6 +61,7 @@ class LocalParameter(NamedTuple):
             columns=like.local_shape(tp)[1] if len(like.dims) > 1 else 1,
             shared=sum(tensor.local_numel(tp) for tensor in summed),
             owners=tp // summed[0].summed_over(tp) if summed else 1,
+            tied=like.tied,
             expert=like.experts > 0,
             decays=like.decays,
             muon=like.muon,
@@ -87,28 +88,25 @@ def stage_parameters(
     the list of the head's stage if this stage `borrows_table` from the first stage on the same
     rank.
     """
-    found = _ends("embedding", declared.embedding(model), model, tp) if first else []
+    found: list[LocalParameter] = []
+    if first:
+        held = placed("embedding", declared.embedding(model))
+        found += [LocalParameter.of(name, tensors, tp) for name, tensors in held.items()]
     of_kind: dict[LayerKind, list[LocalParameter]] = {}
     for number in layers:
         kind = LayerKind.of(model, number)
         if kind not in of_kind:
-            held = declared.layer(model, kind).items()
             of_kind[kind] = [
                 LocalParameter.of(name, tensors, tp, ep)
-                for name, tensors in held
+                for name, tensors in declared.layer(model, kind).items()
                 if not tensors[0].is_state
             ]
         found += [p._replace(name=f"layers.{number}.{p.name}") for p in of_kind[kind]]
     if last:
-        shared = model.tie_embeddings and (first or borrows_table)
-        own = _ends("head", declared.head(model), model, tp)
-        found += [p for p in own if not (shared and p.name == TABLE)]
+        held = placed("head", declared.head(model))
+        own = (LocalParameter.of(name, tensors, tp) for name, tensors in held.items())
+        found += [p for p in own if not (p.tied and (first or borrows_table))]
     return found
-
-
-def _ends(prefix: str, held: Held, model: ModelConfig, tp: int) -> list[LocalParameter]:
-    found = (LocalParameter.of(f"{prefix}.{name}", tensors, tp) for name, tensors in held.items())
-    return [p._replace(tied=model.tie_embeddings and p.name in TABLES) for p in found]
 
 
 def tensors_by_parameter(model: ModelConfig) -> dict[str, list[str]]:

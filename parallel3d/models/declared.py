@@ -230,13 +230,13 @@ def embedding(model: ModelConfig) -> Held:
         position = FullTensor("embedding.position.weight", dims, std=model.init_std)
         held["position"] = (position,)
     word = _table(model, WORD_EMBEDDING, replicated=model.embedding == "replicated")
-    return held | {"word.weight": (word,)}
+    return held | {"word.weight": (word._replace(tied=model.tie_embeddings),)}
 
 
 def head(model: ModelConfig) -> Held:
     """Declares the head, whose table is a copy of the word embedding if the two are tied."""
     table = embedding(model)["word.weight"]
-    if not model.tie_embeddings:
+    if not table[0].tied:
         table = (_table(model, "head.weight", replicated=False),)
     return {"table": table, **placed("norm", named("final_norm", norm(model)))}
 
@@ -275,7 +275,10 @@ def full_tensors(model: ModelConfig) -> Iterator[FullTensor]:
 
 def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the full shape of each of the model's tensors by name, without vocabulary padding."""
-    return {name: tensor.shape for tensor in full_tensors(model) for name in tensor.names}
+    found: dict[str, tuple[int, ...]] = {}
+    for tensor in full_tensors(model):
+        found |= dict.fromkeys(tensor.names, tensor.shape)
+    return found
 
 
 def parameter_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:

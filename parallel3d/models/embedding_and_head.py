@@ -94,8 +94,9 @@ class Head(nn.Module):
         self.norm = Norm(part_of(held, "norm"), model, ctx)
         if tied_table is None:
             spec = ParameterSpec.of(held["table"], ctx.tp.size, ctx.tp.index)
-            tied_table = ctx.init.parameter(replace(spec, tied=model.tie_embeddings))
+            tied_table = ctx.init.parameter(replace(spec, tied=held["table"][0].tied))
         self.table = tied_table
+        self.is_whole = held["table"][0].split is None
         loss = ctx.loss
         self.loss = HeadLoss(
             Objective(
@@ -113,7 +114,7 @@ class Head(nn.Module):
         )
 
     def rows(self) -> Tensor:
-        if self.model.tie_embeddings and self.model.embedding == "replicated":
+        if self.is_whole:
             return rows_of_replicated(self.table, self.tp, partial_sums=self.sp)
         return self.table
 

@@ -55,6 +55,7 @@ class FullTensor(NamedTuple):
             ranks; 0: it is no expert's.
         is_state: whether it is a state, which has no gradient and which no optimizer updates.
         wide: whether it stays fp32 (or fp64) in 16-bit runs and exports.
+        tied: whether it is the table of both embedding and head.
     """
 
     name: str
@@ -68,6 +69,7 @@ class FullTensor(NamedTuple):
     experts: int = 0
     is_state: bool = False
     wide: bool = False
+    tied: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
