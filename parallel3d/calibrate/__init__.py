@@ -1,1 +1,1 @@
-"""Implements `parallel3d calibrate`, which measures this machine and writes a cluster file."""
+"""Implements `parallel3d calibrate`, which measures rates and writes a cluster file."""

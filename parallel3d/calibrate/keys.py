@@ -23,4 +23,4 @@ class CalibrateConfig:
         minimum=1,
         maximum=1024,
     )
-    passes: int = key(3, "how many times each piece is measured", minimum=1)
+    passes: int = key(3, "how many times each rate is measured", minimum=1)

@@ -115,9 +115,9 @@ COMMANDS = {
         parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 plan.html=plan.html""",
     ),
     "calibrate": Help(
-        "measure this machine, and write a cluster file for plan and train layout=auto",
+        "measure this machine's rates, and write a cluster file for plan and train layout=auto",
         """\
-        parallel3d calibrate model=llama_tiny
+        parallel3d calibrate
         parallel3d calibrate precision=bf16 calibrate.file=here-bf16.yaml calibrate.ranks=4
         parallel3d plan cluster=calibrated.yaml model=gpt_tiny""",
     ),

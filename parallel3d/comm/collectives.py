@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import logged
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.comm.step_timer import KIND_OF_GROUP, StepTimer
-
-if TYPE_CHECKING:
-    from parallel3d.comm.mirrored import MirroredPeers
 
 
 class Work(Protocol):
@@ -71,10 +68,8 @@ def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work])
     return TimedWork(work, timer, kind, label and f"wait {label}")
 
 
-def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | MirroredPeers | None:
-    """Returns the mirror or memory that performs a group's collectives, or None if torch does."""
-    if group.mirror is not None:
-        return group.mirror
+def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | None:
+    """Returns the memory through which a group's collectives go, or None if torch runs them."""
     return group.shared if tensor.device.type == "cpu" else None
 
 

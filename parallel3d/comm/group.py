@@ -12,7 +12,6 @@ from parallel3d.errors import UserError
 from parallel3d.private_names import root_of_mesh
 
 if TYPE_CHECKING:
-    from parallel3d.comm.mirrored import MirroredPeers
     from parallel3d.comm.operation_log import OperationLog
     from parallel3d.comm.shared_memory import SharedCollectives
     from parallel3d.comm.step_timer import StepTimer
@@ -31,7 +30,6 @@ class Group:
     shared: SharedCollectives | None = field(default=None, compare=False)  # for CPU ranks
     log: OperationLog | None = field(default=None, compare=False)  # read to diagnose a hang
     timer: StepTimer | None = field(default=None, compare=False)  # times the collectives
-    mirror: MirroredPeers | None = field(default=None, compare=False)  # simulates the other ranks
 
     @property
     def size(self) -> int:

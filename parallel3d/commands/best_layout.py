@@ -16,7 +16,7 @@ from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.commands.plan import Plan, held, searched, typed_keys, without_overlap
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.profiled_cost import check_device, read
+from parallel3d.estimate.measured_rates import check_device, read
 from parallel3d.estimate.search import best, configure, reason
 from parallel3d.host.devices import CPU, choose_device, device_name
 from parallel3d.host.quotas import available_cores, cores
@@ -76,11 +76,11 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
         bound = os.cpu_count() == machine.made.count and available_cores() == cores()
         count = machine.made.count if bound else available_cores()
         check_device(machine, file, kind, device_name(kind), count)
-        if several:
+        if several and not machine.has_network:
             raise UserError(
                 f"cluster={file} must describe all hosts, but has no measured network, so "
-                "layout=auto can use it on one host only; give a cluster with GPUs, such as "
-                "cluster=dgx_h100"
+                "layout=auto can use it on one host only; run parallel3d calibrate with a launcher "
+                "on two hosts or more, or give a cluster with GPUs, such as cluster=dgx_h100"
             )
     elif kind == CPU:
         raise UserError(
@@ -119,9 +119,10 @@ def _summary(plan: Plan, first: int) -> str:
         fit = f"the {len(priced.order)} fastest layouts"
     keys = f"{typed_keys(choice)}{without_overlap(plan.config, choice)}"
     line = f"{keys}, chosen from {fit} that fit {plan.gpus} ranks: "
-    line += (
-        f"{float(priced.seconds[first]):.3g} s a step; {reason(priced, first, first, plan.gpus)}"
-    )
+    file = plan.config.cluster.file
+    guess = ", a guess since ranks share cores" if file and read(file).shares_cores else ""
+    line += f"{float(priced.seconds[first]):.3g} s a step{guess}; "
+    line += reason(priced, first, first, plan.gpus)
     for i in best(priced, 3):
         other = priced.choices[i]
         if other.row != choice.row:

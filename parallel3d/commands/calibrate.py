@@ -14,10 +14,8 @@ from parallel3d.blueprint.keys import CONFLICTS
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.errors import UserError
-from parallel3d.experts.checks import check_experts
 from parallel3d.host.devices import CPU, DeviceChoice, choose_device
 from parallel3d.host.quotas import available_cores
-from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.run.checks import check_run_name
 from parallel3d.run_config import check_plain
 from parallel3d.topology.assumptions import chosen_keys
@@ -37,8 +35,7 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
     """
     from parallel3d.calibrate.measure import measure_machine  # imports torch
 
-    passes, reserve_gb = config.calibrate.passes, config.dryrun.reserve_gb
-    measure_machine(config, worker, passes, reserve_gb, lambda: written_to(config))
+    measure_machine(config, worker, config.calibrate.passes, lambda: written_to(config))
     return 0
 
 
@@ -54,9 +51,6 @@ def calibrate_config(
     """
     check_fields(config)
     check_plain(config)
-    check_model(config.model)
-    check_experts(config.model)
-    check_layer_types(config.model)
     check_run_name(config.run, config.runs_dir)
     check_conflicts(CONFLICTS, lambda name: attrgetter(name)(config))
     check_groups(config.launch, config.cluster)
@@ -79,13 +73,7 @@ def calibrate_config(
         near = 1 << (ranks.bit_length() - 1)
         raise UserError(f"calibrate.ranks={ranks} must be a power of two; the nearest is {near}")
     written_to(config)
-    config = replace(config, tp=1, pp=1, cp=1, ep=1, dp=ranks)
-    if kind == CPU:  # on accelerators, the ranks find their free memory
-        # The planner takes a fifth of a second to import; no other subcommand needs it to start.
-        from parallel3d.calibrate.pieces import check_memory, room_of_host
-
-        check_memory(config, kind, ranks, ranks, room_of_host())
-    return config
+    return replace(config, tp=1, pp=1, cp=1, ep=1, dp=ranks)
 
 
 def _usual(device: DeviceChoice) -> int:

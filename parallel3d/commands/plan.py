@@ -37,10 +37,10 @@ from parallel3d.estimate.fitted_cost import (
     OWN_RATES,
     StepTime,
     breakdown,
-    load_own,
     range_of_a_new_place,
     step,
 )
+from parallel3d.estimate.measured_rates import check_nodes, check_type, read
 from parallel3d.estimate.memory import (
     bounded,
     host_memory,
@@ -49,14 +49,6 @@ from parallel3d.estimate.memory import (
     memory_of,
     nearly_fullest,
     peak_memory,
-)
-from parallel3d.estimate.profiled_cost import (
-    check_experts_measured,
-    check_type,
-    measured_sizes,
-    price_measured,
-    read,
-    scaled,
 )
 from parallel3d.estimate.search import (
     FULL,
@@ -70,6 +62,7 @@ from parallel3d.estimate.search import (
     can_overlap,
     card_of,
     configure,
+    constants_of,
     divisors,
     layouts,
     ranked,
@@ -124,6 +117,10 @@ UNTIMED = (
     "only on an H100, where it was 24 % faster than such a price (docs/planner.md)."
 )
 
+MEASURED = (
+    "Products, attention, memory, launches and collectives have the rates of the cluster file."
+)
+GUESSED = "Times are a guess, because ranks share the cores of this machine."
 
 # names of the table's columns for a layout, which are also the keys that the user may fix
 LAYOUT = [f.name for f in fields(LayoutChoice)]
@@ -228,7 +225,7 @@ class Plan:
         """Returns caveats about the memory and the times, or "" if there are none."""
         file = self.config.cluster.file
         if file:
-            said = scaled(read(file), file, self.config.model)
+            said = GUESSED if read(file).shares_cores else MEASURED
         else:
             said = TIMED if card_of(self.config)[0] in OWN_RATES else UNTIMED
         return " ".join(filter(None, (self.dry_run_note, said)))
@@ -397,9 +394,8 @@ def _sections(plan: Plan) -> Iterable[str]:
     shown = bar_key(StepTime.__dataclass_fields__) + html_table((*plan.head, "time"), rows)
     yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
-    if config.cluster.file is None:
-        work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
-        parts = breakdown(work, load_own(card_of(config)[0]), parts.pop("compute")) | parts
+    work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
+    parts = breakdown(work, constants_of(config), parts.pop("compute")) | parts
     rows = [
         [escape(kind), f"{part:.3g} s", f"{part / seconds:.1%}", TIMES[kind]]
         for kind, part in parts.items()
@@ -496,7 +492,8 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
         )
     gpus = (config.cluster.nodes or 1) * (config.cluster.gpus_per_node or 8)
     if config.cluster.file is not None:
-        gpus = config.cluster.gpus_per_node or read(config.cluster.file).made.count
+        each = config.cluster.gpus_per_node or read(config.cluster.file).made.count
+        gpus = (config.cluster.nodes or 1) * each
     fixed = held(config, keys)
     found = searched(config, fixed, gpus, config.dryrun.reserve_gb, config.plan.load)
     said = untyped_batch(config, keys, gpus)
@@ -570,32 +567,22 @@ def searched(
     if file is not None:
         machine = read(file)
         check_type(machine, file, config.precision.name)
-        check_experts_measured(machine, file, config.model)
-        if (config.cluster.nodes or 1) > 1:
-            raise UserError(
-                f"cluster.nodes={config.cluster.nodes} must be 1 with cluster={file}, in which no "
-                "network was measured; the nearest is cluster.nodes=1"
-            )
-    sizes = sizes_of(config) if file is None else measured_sizes(config, machine, ranks)
+        check_nodes(machine, file, config.cluster.nodes or 1)
+        reserve_gb = machine.rates["rank_gb"]
+    sizes = sizes_of(config, ranks)
     sizes["load"] = load
-    zeros = (0, 1, 2, 3) if file is None else (0, 1)  # a measured file prices zero > 1 too roughly
-    choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed, zeros))
+    choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed))
     if not choices:
         raise UserError(no_layout(config, ranks, fixed))
     choices = of_the_style(config, choices)
-    if file is not None:
-        priced = price_measured(choices, sizes, config, machine)
+    reserve, most = 1e9 * reserve_gb, sizes["memory_bytes"]
+    times = step(works(choices, sizes, batch), constants_of(config))
+    if config.model.num_experts:
+        unknown = PricedLayouts(choices, times, np.full(len(choices), np.nan), np.array(False), [])
+        priced = bounded(config, unknown, ROWS, most, reserve, load, progress())
     else:
-        reserve, most = 1e9 * reserve_gb, sizes["memory_bytes"]
-        times = step(works(choices, sizes, batch), load_own(card_of(config)[0]))
-        if config.model.num_experts:
-            unknown = PricedLayouts(
-                choices, times, np.full(len(choices), np.nan), np.array(False), []
-            )
-            priced = bounded(config, unknown, ROWS, most, reserve, load, progress())
-        else:
-            memory = memories(config, choices, reserve, progress())
-            priced = ranked(choices, times, memory, most)
+        memory = memories(config, choices, reserve, progress())
+        priced = ranked(choices, times, memory, most)
     found = Plan(config, priced, sizes, ranks, reserve_gb, load=load)
     if not priced.order:
         raise UserError(fits_nowhere(found, fixed))
@@ -749,7 +736,7 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
     choice, needed = found.priced.choices[least], float(found.priced.memory[least])
     if file := config.cluster.file:
         where, available = f"of the ranks of cluster={file}", f"{memory / GIB:.1f} GiB of a rank"
-        words = _fewer_layers(config, choice, found.sizes)
+        words = _fewer_layers(found, choice)
     else:
         nodes = config.cluster.nodes or 1
         where, available = f"on cluster.nodes={nodes}", f"{memory / GIB:.0f} GiB of a GPU"
@@ -793,14 +780,15 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
     return f"but no number that was tried, up to {nodes}, suffices"
 
 
-def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
+def _fewer_layers(found: Plan, choice: LayoutChoice) -> str:
     """Returns the end of the message of `fits_nowhere` for a measured machine.
 
     The text names the largest number of layers that fits.
     """
-    machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
+    config, step = found.config, choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))
-        if price_measured([choice], sizes, smaller, machine).order:
+        needed = memories(smaller, [choice], 1e9 * found.reserve_gb, progress(), found.load)
+        if needed[0] <= found.sizes["memory_bytes"]:
             return f"model.num_layers must be smaller, and the nearest that fits is {layers}"
     return "model.hidden_size must be smaller, because no number of layers fits"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,14 +57,42 @@ def from_odds(odds: Number | float) -> Number:
     return np.asarray(odds / (1 + odds))
 
 
-class Constants:
-    """Holds the fitted constants by name; `benchmarks/planner/published_fit.py` describes them."""
+class GroupRates(NamedTuple):
+    """Measured rates of an operation inside a domain, by the number of ranks, which rises."""
 
-    def __init__(self, values: Mapping[str, float]) -> None:
+    ranks: Number
+    rates: Number  # bytes/s through the busiest port
+    latencies: Number  # seconds of a small message
+
+    def at(self, ranks: Number) -> tuple[Any, Any]:
+        """Returns the bytes/s and the latency in groups of `ranks`, between measured sizes."""
+        size, known = np.log2(np.maximum(ranks, 1)), np.log2(self.ranks)
+        return np.interp(size, known, self.rates), np.interp(size, known, self.latencies)
+
+
+class Constants:
+    """Holds the fitted constants by name; `benchmarks/planner/published_fit.py` describes them.
+
+    `groups`: operation → measured rates inside a domain, in place of the constants of its links.
+    """
+
+    def __init__(
+        self, values: Mapping[str, float], groups: Mapping[str, GroupRates] | None = None
+    ) -> None:
         self.values = values
+        self.groups = groups or {}
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
+
+    def inside(self, op: str, ranks: Number, link_rate: Number) -> tuple[Any, Any]:
+        """Returns the bytes/s and the latency, in seconds, of an operation inside a domain.
+
+        `link_rate`: bytes/s of a GPU's link to its domain, from the datasheet.
+        """
+        if op in self.groups:
+            return self.groups[op].at(ranks)
+        return link_rate * self["link.rate"], 1e-6 * self["link.latency_us"]
 
     def of(self, family: str, key: str, index: Number) -> Number:
         """Returns the constant `key` for each row, such as the rate of the row's network.
@@ -171,6 +199,7 @@ class StepWork:
     speed: Number
     fabric: Number
     engine: Number
+    item: Number = field(default_factory=partial(np.full, (), 2.0))  # bytes of a hidden state
     # Shares of the model that are trained, as in `ops.TrainedShares`
     backward: Number = field(default_factory=partial(np.ones, ()))
     trained: Number = field(default_factory=partial(np.ones, ()))
@@ -480,7 +509,7 @@ def gemm(
         wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
         tile = 2.0 * rows * columns * (k / parts + c["gemm.ramp"])
         compute = np.minimum(compute, wave * tile / (rate * c["gemm.small_tile"] ** share))
-    moved = 2 * groups * (m * k + k * n + m * n) / (work.memory_rate * c["memory.rate"])
+    moved = work.item * groups * (m * k + k * n + m * n) / (work.memory_rate * c["memory.rate"])
     return np.where(exists, smooth_max(compute, moved) + c["gemm.gap_us"] * 1e-6, 0.0)
 
 
@@ -525,48 +554,88 @@ def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
 _RING = 32
 
 
-def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int) -> Any:
-    """Returns the bytes/s of a ring over `ranks` GPUs that are `stride` apart.
+def collective(
+    work: StepWork,
+    c: Constants,
+    op: str,
+    bytes: Number,
+    ranks: Number,
+    stride: Number | int,
+    steps: Number | int,
+) -> Any:
+    """Returns the seconds of a collective over `ranks` GPUs that are `stride` apart.
 
-    Inside a node, this is the rate of NVLink. Between nodes, it is at most the network bandwidth of
-    the ring's own GPUs in one node, because the node's other rings run at the same time.
+    Inside a node, the rate and the latency are those of NVLink. Between nodes, the rate is at most
+    the network bandwidth of the group's own GPUs in one node, because the node's other groups
+    communicate at the same time, and the network's latency counts `steps` times.
     """
-    members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
-    link = work.link_rate * c["link.rate"]
+    wire = bus_factor(op, ranks) * bytes / ring_rate(work, c, op, ranks, stride)
+    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps, op), 0.0)
+
+
+def ring_rate(work: StepWork, c: Constants, op: str, ranks: Number, stride: Number | int) -> Any:
+    """Returns the bytes/s of a collective through the busiest port of a GPU."""
+    members = _members(work, ranks, stride)
+    link, _ = c.inside(op, members, work.link_rate)
     fabric = work.fabric_rate * c.of("network", "rate", work.fabric) * members
     return np.where(members >= ranks, link, np.minimum(link, fabric))
 
 
+def _members(work: StepWork, ranks: Number, stride: Number | int) -> Any:
+    """Returns how many of a group's GPUs are in one node."""
+    return np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
+
+
 def latency(
-    work: StepWork, c: Constants, ranks: Number, stride: Number | int, steps: Number | int
+    work: StepWork,
+    c: Constants,
+    ranks: Number,
+    stride: Number | int,
+    steps: Number | int,
+    op: str = "all_gather",
 ) -> Any:
     """Returns the latency, in seconds, of a collective with `steps` steps over the network.
 
     Inside a node, it is the latency of NVLink, whatever `steps` is.
     """
-    members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
-    network = c.of("network", "latency_us", work.fabric) * steps
-    return 1e-6 * (c["link.latency_us"] + np.where(members >= ranks, 0, network))
+    members = _members(work, ranks, stride)
+    network = 1e-6 * c.of("network", "latency_us", work.fabric) * steps
+    _, inside = c.inside(op, members, work.link_rate)
+    return inside + np.where(members >= ranks, 0, network)
 
 
-def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
+# All-gathers over up to this many ranks have the latency of a ring; larger groups add a tree's.
+_RING = 32
+
+
+def gather(
+    work: StepWork,
+    c: Constants,
+    bytes: Number,
+    ranks: Number,
+    stride: Number | int,
+    op: str = "all_gather",
+) -> Any:
     """Returns the seconds of an all-gather or reduce-scatter of `bytes`."""
-    wire = bus_factor("all_gather", ranks) * bytes / ring_rate(work, c, ranks, stride)
     steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
-    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
+    return collective(work, c, op, bytes, ranks, stride, steps)
 
 
 def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
     """Returns the seconds of an all-reduce of `bytes`, with the latency of a tree."""
-    wire = bus_factor("all_reduce", ranks) * bytes / ring_rate(work, c, ranks, stride)
     steps = 2 * np.log2(np.maximum(ranks, 2))
-    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
+    return collective(work, c, "all_reduce", bytes, ranks, stride, steps)
 
 
-def pair_rate(work: StepWork, c: Constants, inside: Any) -> Any:
-    """Returns the bytes/s between two GPUs, by NVLink if `inside` a node, else by the network."""
+def message(work: StepWork, c: Constants, inside: Any) -> tuple[Any, Any]:
+    """Returns the bytes/s and the seconds of latency between two GPUs.
+
+    They are those of NVLink if both are `inside` a node, and else those of the network.
+    """
     fabric = work.fabric_rate * c.of("network", "rate", work.fabric)
-    return np.where(inside, work.link_rate * c["link.rate"], fabric)
+    link, wait = c.inside("send_recv", 2, work.link_rate)
+    begin = 1e-6 * c.of("network", "begin_us", work.fabric)
+    return np.where(inside, link, fabric), np.where(inside, wait, begin)
 
 
 def hop(work: StepWork, c: Constants) -> Any:
@@ -575,14 +644,12 @@ def hop(work: StepWork, c: Constants) -> Any:
     The receiving rank is tp × cp × dp ranks away.
     """
     stride = work.tp * work.cp * work.dp
-    bytes = 2 * work.micro_batch * work.seq / work.cp * work.hidden
-    inside = stride * work.pp <= work.gpus_per_node
-    rate = pair_rate(work, c, inside)
+    bytes = work.item * work.micro_batch * work.seq / work.cp * work.hidden
+    rate, wire = message(work, c, stride * work.pp <= work.gpus_per_node)
     cut = np.maximum(work.scatter_gather, work.sequence_parallel)
     share = np.where(cut > 0, work.tp, 1.0)
-    software = c.of("engine", "hop_us", work.engine)
-    wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
-    return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)
+    software = 1e-6 * c.of("engine", "hop_us", work.engine)
+    return np.where(work.pp > 1, bytes / share / rate + software + wire, 0.0)
 
 
 # Kind of operation → its name in reports; all other kinds are element-wise.
@@ -643,8 +710,9 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
         forward, backward = attention(work, c)
         return forward, work.backward * backward
     if op.kind != "gemm":
-        # A kernel reads and writes 2 bytes per element; residual sums also move dropout's masks.
-        width = 2 * (op.inputs + op.outputs + work.dropout * op.outputs * (op.name in RESIDUALS))
+        # Residual sums also move dropout's masks.
+        masks = work.dropout * op.outputs * (op.name in RESIDUALS)
+        width = work.item * (op.inputs + op.outputs + masks)
         factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
         moved = move(work, c, work.tokens * loaded * width * factor)
         return moved, work.backward * 2 * moved
@@ -671,7 +739,7 @@ def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any,
     """
     groups, slower = op.matrices, c["experts.rate"]
     each = rows / groups
-    hidden = 2 * 2 * rows * work.hidden
+    hidden = 2 * work.item * rows * work.hidden
     return (
         gemm(work, c, each, op.outputs, op.inputs, groups) / slower,
         gemm(work, c, each, op.inputs, op.outputs, groups) / slower,
@@ -702,7 +770,7 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
     Without it, the output of a row-parallel GEMM and the input gradient of a column-parallel GEMM
     are all-reduced. `again`: 1 in rows that recompute the GEMM, else 0.
     """
-    bytes = 2 * work.tokens * work.hidden
+    bytes = work.item * work.tokens * work.hidden
     one = gather(work, c, bytes, work.tp, 1)
     summed = reduce(work, c, bytes, work.tp, 1)
     sp, back = work.sequence_parallel, work.backward
@@ -722,15 +790,15 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     """
     full = np.where(work.window < work.seq, 1 - work.sliding, 1.0)
     ranks, stride, w = work.cp, work.tp, work.widths
-    rate = pair_rate(work, c, ranks * stride <= work.gpus_per_node)
-    wait = latency(work, c, ranks, stride, 1)
+    rate, _ = message(work, c, ranks * stride <= work.gpus_per_node)
+    wait = latency(work, c, ranks, stride, 1, "send_recv")
     again = sum(repeats(op, work) for op in work.ops if op.kind == "attention")
     found = []
     for style in STYLES:
         total: Any = 0.0
-        for sent in sends(style, w, work.tokens, 2, ranks):
+        for sent in sends(style, w, work.tokens, work.item, ranks):
             if sent.op in ("all_gather", "reduce_scatter"):
-                one = gather(work, c, sent.nbytes, ranks, stride)
+                one = gather(work, c, sent.nbytes, ranks, stride, sent.op)
             else:
                 one = bus_factor(sent.op, ranks) * sent.nbytes / rate + wait
             count = (
@@ -769,13 +837,14 @@ def exchange(work: StepWork, c: Constants) -> Any:
     by_node = kind == COPIES.index("node")
     here = np.where(by_node, to_rank * nodes * (inside - 1), here)
     away = np.where(by_node, to_node * (nodes - 1), away)
-    bytes = 2 * work.hidden * work.tokens / work.widths.share * work.load_of_tokens
-    link = work.link_rate * c["link.rate"] * c["experts.link"]
+    bytes = work.item * work.hidden * work.tokens / work.widths.share * work.load_of_tokens
+    link, begin = c.inside("all_to_all", inside, work.link_rate)
+    link = link * c["experts.link"]
     network = work.fabric_rate * c.of("network", "rate", work.fabric) * c["experts.network"]
     wire = np.maximum(here * bytes / link, away * bytes / network)
     steps = np.where(nodes > 1, np.log2(nodes), 0.0)
-    delay = c["link.latency_us"] + c.of("network", "latency_us", work.fabric) * steps
-    return np.where(ep > 1, wire + 1e-6 * (delay + c["experts.wait_us"]), 0.0)
+    delay = c.of("network", "latency_us", work.fabric) * steps + c["experts.wait_us"]
+    return np.where(ep > 1, wire + begin + 1e-6 * delay, 0.0)
 
 
 def _passes(work: StepWork) -> Any:
@@ -844,7 +913,7 @@ def _ends(work: StepWork, c: Constants) -> Any:
 
 def embedding(work: StepWork, c: Constants) -> Any:
     """Returns the seconds of the embedding's look-up and of its gradient."""
-    return move(work, c, work.tokens * work.hidden * 16 / work.widths.share) + 2e-5
+    return move(work, c, work.tokens * work.hidden * 8 * work.item / work.widths.share) + 2e-5
 
 
 @dataclass(frozen=True)
@@ -918,11 +987,11 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     `each`: seconds of the layer without this communication, returned in rows without zero=3.
     """
     ranks, stride = work.dp * work.cp, work.tp
-    one = gather(work, c, 2 * work.parameters, ranks, stride)
+    one = gather(work, c, work.item * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
     if np.any(work.sparse):
         elements, steps = _elements(work.expert_ops, of_experts=True), work.edp - 1
-        one = one + work.sparse * gather(work, c, 2 * elements, work.edp, work.ep)
+        one = one + work.sparse * gather(work, c, work.item * elements, work.edp, work.ep)
         rings = latency(work, c, work.edp, work.ep, steps) * np.where(work.edp > 1, 1.0, 0.0)
         ring = ring + work.sparse * rings
     wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
@@ -970,8 +1039,8 @@ def _reductions(
     `elements`, `layers`: trained elements and number of layers, which are reduced one by one.
     """
     summed = reduce(work, c, work.grad_bytes * elements, ranks, stride)
-    cut = gather(work, c, work.grad_bytes * elements, ranks, stride)
-    back = gather(work, c, 2 * elements, ranks, stride)
+    cut = gather(work, c, work.grad_bytes * elements, ranks, stride, "reduce_scatter")
+    back = gather(work, c, work.item * elements, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, layers, 0.0)
     ring = ring * c.of("engine", "dp_messages", work.engine)
     reduced = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut, summed) + ring)

@@ -31,16 +31,18 @@ from parallel3d.estimate.fitted_cost import (
     NETWORKS,
     ROW_FIELDS,
     SPEEDS,
+    Constants,
     Number,
     StepTime,
     StepWork,
     attention,
     context_parallel,
     layers_with_a_window,
-    load,
+    load_own,
     share_left,
     sizes_of_model,
 )
+from parallel3d.estimate.measured_rates import read
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
 from parallel3d.models.keys import ModelConfig
@@ -118,9 +120,49 @@ def card_of(config: Config) -> tuple[str, Device]:
     return found, DEVICES[found]
 
 
-def sizes_of(config: Config) -> dict[str, Any]:
-    """Returns the fields of `StepWork` that do not depend on the layout, by name, and `model`."""
-    model, cluster, type = config.model, config.cluster, config.precision.name
+def sizes_of(config: Config, ranks: int = 1) -> dict[str, Any]:
+    """Returns the fields of `StepWork` that do not depend on the layout, by name, and `model`.
+
+    The hardware is the one that `cluster.file` has measured, or that of the cluster's datasheet.
+    `ranks`: number of ranks of the layouts, which share the cores of a measured CPU.
+    """
+    file = config.cluster.file
+    machine = None if file is None else read(file)
+    hardware = _of_datasheet(config) if machine is None else machine.sizes(ranks)
+    overlaps = float(machine is None or not machine.shares_cores)
+    return {
+        **sizes_of_model(config.model, trained_shares(config.model, config.optim)),
+        **hardware,
+        "model": config.model,
+        "item": ITEM_BYTES.get(config.precision.name, 4.0),
+        "flash": 1,
+        "dropout": 0,
+        "overlap_tp": overlaps,
+        "overlap_pp": overlaps,
+        "overlap_dp": overlaps,
+        "overlap_ep": overlaps * float(config.moe.overlap),
+        "copies": COPIES.index("every" if config.moe.dispatch == GATHER else "rank"),
+        "scatter_gather": 1,
+        "compiled": overlaps,
+        "fp8": 0,
+        "grad_bytes": 4,
+        "cp_style": [*STYLES, "auto"].index(config.context_parallel.style),
+    }
+
+
+def constants_of(config: Config) -> Constants:
+    """Returns the constants of the price for parallel3d's kernels on the cluster of `config`."""
+    if config.cluster.file is None:
+        return load_own(card_of(config)[0])
+    return read(config.cluster.file).constants()
+
+
+ITEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp64": 8.0}  # all other types compute with 4 bytes
+
+
+def _of_datasheet(config: Config) -> dict[str, float]:
+    """Returns the fields of `StepWork` that describe the hardware, from the GPU's datasheet."""
+    cluster, type = config.cluster, config.precision.name
     name, card = card_of(config)
     like = name.replace("b300", "b200")
     # There are constants for only one of bf16 and fp16 on each card, as both are equally fast.
@@ -130,20 +172,7 @@ def sizes_of(config: Config) -> dict[str, Any]:
     moved = cluster.gpu_memory_gb_per_s or card.memory_gb_s
     fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
     return {
-        **sizes_of_model(model, trained_shares(model, config.optim)),
-        "model": model,
         "gpus_per_node": domain,
-        "flash": 1,
-        "dropout": 0,
-        "overlap_tp": 1,
-        "overlap_pp": 1,
-        "overlap_dp": 1,
-        "overlap_ep": float(config.moe.overlap),
-        "copies": COPIES.index("every" if config.moe.dispatch == GATHER else "rank"),
-        "scatter_gather": 1,
-        "compiled": 1,
-        "fp8": 0,
-        "grad_bytes": 4,
         "peak": card.peak[type] * 1e12,
         "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
         "memory_bytes": memory,
@@ -153,7 +182,6 @@ def sizes_of(config: Config) -> dict[str, Any]:
         "fabric_rate": cluster.rail_gb_per_s * 1e9,
         "speed": SPEEDS.index(speed),
         "fabric": NETWORKS.index(fabric),
-        "cp_style": [*STYLES, "auto"].index(config.context_parallel.style),
     }
 
 
@@ -183,14 +211,12 @@ class PricedLayouts:
 def configure(config: Config, choice: LayoutChoice) -> Config:
     """Returns the configuration with the layout `choice`.
 
-    Sequence parallelism is on if tp > 1, and off otherwise. On a measured machine, `sp` keeps its
-    value unless there are experts, which need sequence parallelism.
+    Sequence parallelism is on if tp > 1, and off otherwise.
     """
-    turns_on = config.cluster.file is None or config.model.num_experts > 0
-    sp = choice.tp > 1 if turns_on else config.sp
     schedule = replace(config.schedule, name=choice.schedule)
     moe = replace(config.moe, overlap=config.moe.overlap and can_overlap(choice))
-    return replace(config, **(vars(choice) | {"sp": sp, "schedule": schedule, "moe": moe}))
+    keys = vars(choice) | {"sp": choice.tp > 1, "schedule": schedule, "moe": moe}
+    return replace(config, **keys)
 
 
 def can_overlap(choice: LayoutChoice) -> bool:
@@ -497,19 +523,23 @@ def style_seconds(config: Config) -> dict[str, float]:
             continue
         allowed.append(style)
     try:
-        sizes = sizes_of(config)
+        sizes, c = sizes_of(config, _ranks(config)), constants_of(config)
     except UserError:
         return {style: _sent_seconds(config, style) for style in allowed}
     names = vars(config) | {"dp": config.dp or 1, "schedule": config.schedule.name}
     names["recompute"] = spelled(config.recompute)
     choice = LayoutChoice(**{f.name: names[f.name] for f in fields(LayoutChoice)})
-    work, c = works([choice], sizes, config.global_batch_size), load()
+    work = works([choice], sizes, config.global_batch_size)
     attends = sum(attention(work, c))
     found = {}
     for style in allowed:
         one = replace(work, cp_style=np.array([STYLES.index(style)]))
         found[style] = float(context_parallel(one, c, attends)[0])
     return found
+
+
+def _ranks(config: Config) -> int:
+    return config.tp * config.cp * config.pp * (config.dp or 1)
 
 
 def _sent_seconds(config: Config, style: str) -> float:

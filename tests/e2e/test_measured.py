@@ -11,21 +11,20 @@ import pytest
 
 from parallel3d.host.devices import device_name
 from parallel3d.host.quotas import available_cores
-from parallel3d.models.keys import ModelConfig
 from tests.e2e.command import TINY, Shell
 from tests.e2e.forked import Forked
 from tests.e2e.here import answer
-from tests.unit.estimate.measured_machine import MADE, MIXED, MODEL, machine
+from tests.unit.estimate.measured_machine import MADE, machine
 
 pytestmark = pytest.mark.nightly
 
 FILE = "here.yaml"
 
 
-def measured(folder: Path, model: ModelConfig = MODEL, **made: Any) -> None:
-    """Writes a file of this device for a model, except for the given changes."""
+def measured(folder: Path, **made: Any) -> None:
+    """Writes a file of this device, except for the given changes."""
     here = {"name": device_name("cpu"), "count": available_cores()} | made
-    of = machine(made=dataclasses.replace(MADE, **here), model=model)
+    of = machine(made=dataclasses.replace(MADE, **here))
     (folder / FILE).write_text(of.text())
 
 
@@ -40,14 +39,13 @@ def test_plan_lists_layouts_of_the_measured_machine(
     assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6
     assert "4 " in ended.out.splitlines()[0] and "fp32" in ended.out.splitlines()[0]
     assert "published runs" not in ended.out, "this machine was measured"
-    assert len(re.findall("scaled by that factor, .* model=llama_tiny", ended.out)) == 1
+    assert ended.out.count("Times are a guess, because ranks share the cores") == 1
 
 
 def test_plan_lists_layouts_of_experts_and_of_windows(
     shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts and windows belong to another model, whose blocks were measured."""
-    measured(shell.cwd, MIXED, count=2)
+    measured(shell.cwd, count=2)
     given = f"cluster={FILE}", "cluster.gpus_per_node=4"
     windows = "model=llama_tiny", "model.layer_types=[sliding,full]", "model.sliding_window=64"
     # With ep=2 a stage has two ranks or more.
@@ -55,7 +53,6 @@ def test_plan_lists_layouts_of_experts_and_of_windows(
     for keys, rows in ((experts, 5), ((*experts, overlap), 5), (windows, 6)):
         ended = answer(shell, capfd, "plan", *given, *keys)
         assert (ended.code, ended.err) == (0, "")
-        assert "times are scaled by that factor" in ended.out
         assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == rows, ended.out
     assert "ep" not in ended.out.split("step s")[0].split()
 
@@ -63,7 +60,7 @@ def test_plan_lists_layouts_of_experts_and_of_windows(
 REFUSED = {
     "no file": ("plan", ("cluster=none.yaml",), "cluster=none.yaml cannot be read"),
     "another type": ("plan", ("precision=bf16",), "precision=bf16 must be fp32.*run parallel3d"),
-    "two hosts": ("plan", ("cluster.nodes=2",), "cluster.nodes=2 must be 1 .*nearest is"),
+    "two hosts": ("plan", ("cluster.nodes=2",), "cluster.nodes=2 must be 1 .*take cluster.nodes=1"),
     "a batch": ("plan", ("global_batch_size=7", "dp=2"), "global_batch_size=7 must be .*nearest"),
     "too large": (
         "plan",
@@ -81,13 +78,6 @@ REFUSED = {
     "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*is dp=2"),
     "verify": ("verify", ("layout=auto",), "layout=auto only works in parallel3d train"),
     "a file for others": ("topology", (f"cluster={FILE}",), f"cluster={FILE} must be one of"),
-    "experts": ("plan", ("model=moe_tiny",),
-                f"num_experts=8 must be 0 with cluster={FILE}, .* written by .* model=moe_tiny"),
-    "experts auto": ("train", ("layout=auto", "model=moe_tiny", "launch.ranks=2"),
-                     f"num_experts=8 must be 0 with cluster={FILE}, .* written by .*moe_tiny"),
-    "layers": ("calibrate", ("model.layer_types=[sliding]",), "model.layer_types=.*nearest is"),
-    "experts of a token": ("calibrate", ("model=moe_tiny", "model.experts_per_token=9"),
-                           "experts_per_token=9 must be at most .*nearest is"),
     "a word": ("train", ("layout=best",), "layout=best must be one of given, auto"),
     "ep": ("calibrate", ("ep=2", "model=moe_tiny"), "ep=2: calibrate measures groups"),
     "tp": ("calibrate", ("tp=2",), "tp=2: calibrate measures .*as in calibrate.ranks=4"),
@@ -95,8 +85,6 @@ REFUSED = {
     "a folder": ("calibrate", ("calibrate.file=no/x.yaml",), "must be in a folder .*x.yaml"),
     "an ending": ("calibrate", ("calibrate.file=x",), "must end in .yaml.*x.yaml"),
     "there already": ("calibrate", (f"calibrate.file={FILE}",), "already exists.*replace=true"),
-    "no memory": ("calibrate", ("model.hidden_size=131072", "calibrate.ranks=1"),
-                  "seq_length=.* must be smaller .* GiB can be used; no length fits, so give"),
     "fp64": ("calibrate", ("precision=fp64",), "precision=fp64 must be one of fp32, bf16"),
 }  # fmt: skip
 
@@ -137,7 +125,7 @@ def test_layout_auto_prints_its_choice_and_trains_it(shell: Shell) -> None:
     first, second = forked.finish()
     lines = [line for line in first.err.splitlines() if "layout=auto" in line]
     assert len(lines) == 1 and "layout=auto" not in second.err
-    said = r"layout=auto: tp=2 pp=1 dp=1 .* s a step; .* of the step is computation"
+    said = r"layout=auto: tp=2 pp=1 dp=1 .* s a step, a guess .*; .* of the step is computation"
     assert re.search(said, lines[0])
     kept = (shell.cwd / "runs" / "a" / "config.yaml").read_text()
     assert "\ntp: 2\n" in kept and "\nlayout: given\n" in kept

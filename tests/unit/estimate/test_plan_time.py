@@ -101,11 +101,13 @@ def test_recomputation_costs_the_forward_of_its_operations() -> None:
 
 def test_a_ring_that_leaves_the_node_runs_at_its_networks_rate() -> None:
     w, c = work(), constants()
-    inside = fitted_cost.ring_rate(w, c, 8.0, 1.0)
-    alone = fitted_cost.ring_rate(w, c, 4.0, 8.0)  # one member in each node, eight such rings
+    inside = fitted_cost.ring_rate(w, c, "all_gather", 8.0, 1.0)
+    # One member in each node, eight such rings.
+    alone = fitted_cost.ring_rate(w, c, "all_gather", 4.0, 8.0)
     assert inside == pytest.approx(w.link_rate * c["link.rate"])
     assert alone == pytest.approx(w.fabric_rate * c["network.ndr.rate"])
-    assert fitted_cost.ring_rate(w, c, 16.0, 1.0) == pytest.approx(float(min(inside, 8 * alone)))
+    whole = fitted_cost.ring_rate(w, c, "all_gather", 16.0, 1.0)
+    assert whole == pytest.approx(float(min(inside, 8 * alone)))
 
 
 def test_more_pipeline_is_more_bubble_and_less_memory_traffic() -> None:
