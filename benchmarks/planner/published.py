@@ -26,6 +26,7 @@ from benchmarks.planner.published_experts import fit_experts
 from benchmarks.planner.published_fit import Table, fit_memory, fit_times
 from benchmarks.planner.published_newer import READERS
 from benchmarks.planner.published_rows import Run, read_folder
+from benchmarks.planner.published_run import ENGINES
 from benchmarks.planner.published_scores import (
     PEERS,
     balanced,
@@ -34,7 +35,7 @@ from benchmarks.planner.published_scores import (
     null,
     scaled,
 )
-from parallel3d.estimate.fitted_cost import ENGINES, FILE, Constants
+from parallel3d.estimate.fitted_cost import FILE, Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6
@@ -44,7 +45,7 @@ WITH_MEMORY = ("nanotron_playbook", "bigscience_bloom_3d", "torchtitan")
 
 @dataclass(frozen=True)
 class Seen:
-    """The range of measured runs: values of `StepWork`, and the largest number of GPUs by
+    """The range of measured runs: values of `PublishedRun`, and the largest number of GPUs by
     engine."""
 
     speed: list[float]
@@ -54,7 +55,7 @@ class Seen:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, float]]) -> Seen:
-        """Lists the values of `rows`, fields of `StepWork`, that runs cover."""
+        """Lists the values of `rows`, fields of `PublishedRun`, that runs cover."""
         most: dict[str, float] = {}
         for row in rows:
             engine = ENGINES[int(row["engine"])]

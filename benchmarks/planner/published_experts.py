@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks.planner.published_fit import EXPERT_GUESSES, PER_ENGINE, Table, fit
 from benchmarks.planner.published_models import Shape, named
 from benchmarks.planner.published_rows import Row, Run, candidate, recomputed
-from parallel3d.estimate.fitted_cost import COPIES, Constants
+from benchmarks.planner.published_run import COPIES
+from parallel3d.estimate.fitted_cost import Constants
 
 SET = "experts"
 H800_LINK = 200e9  # bytes/s one way; all else is an H100
@@ -32,8 +33,8 @@ class Case:
         model: name in `published_models`. device: with its type, as "h100/bf16".
         gpus, batch, seq: of the step; the batch in sequences.
         layout: tp, pp, cp, ep, chunks, micro_batch, zero where they are not 1 (zero: 1).
-        differs: recompute, copies of a token, and fields of `StepWork` that differ from those of
-            the device and of Megatron-LM with all that overlaps.
+        differs: recompute, copies of a token, and fields of `PublishedRun` that differ from those
+            of the device and of Megatron-LM with all that overlaps.
         seconds: of a step, or None.
         tflops: model TFLOP/s of a GPU in place of the seconds.
         tokens: tokens/s of a GPU in place of the seconds.

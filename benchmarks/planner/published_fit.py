@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from benchmarks.planner import published_memory as memory
 from benchmarks.planner.published_rows import Run, table
+from benchmarks.planner.published_run import MEMBERS, PublishedRun
 from benchmarks.planner.published_scores import balanced
-from parallel3d.estimate.fitted_cost import FAMILIES, Constants, StepWork, step
+from parallel3d.estimate.fitted_cost import Constants, step
 
 Array = NDArray[np.float64]
 
@@ -82,7 +83,7 @@ def time_guesses() -> dict[str, tuple[float, float]]:
     """Returns (guess, spread) of all constants by name."""
     found = GUESSES | EXPERT_GUESSES
     for family, keys in PER_MEMBER.items():
-        for name in FAMILIES[family]:
+        for name in MEMBERS[family]:
             for key, guess in keys.items():
                 found[f"{family}.{name}.{key}"] = guess
     # No run of a Blackwell GPU in bf16 is known. Its large GEMMs reach about 0.7 of the datasheet,
@@ -113,7 +114,7 @@ class Table:
     """Runs as one Work; `starts` has the index of each run's first candidate."""
 
     runs: list[Run]
-    work: StepWork
+    work: PublishedRun
     starts: NDArray[np.int64]
     # Constants of the memory's fit, for stalls of full GPUs.
     peaks: Mapping[str, float] | None = None

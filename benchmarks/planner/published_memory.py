@@ -11,14 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.published_run import ENGINES, PublishedRun
 from parallel3d.blueprint.ops import kept
-from parallel3d.estimate.fitted_cost import (
-    ENGINES,
-    Number,
-    StepWork,
-    expert_parameters,
-    stage_parameters,
-)
+from parallel3d.estimate.fitted_cost import Number, expert_parameters, stage_parameters
 
 GIB = 2.0**30
 
@@ -46,7 +41,7 @@ GUESSES: dict[str, tuple[float, float]] = {
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of the fullest GPU, of its stage's state and activations, and of the first stage's GPU.
-    `stage`: its place in `StepWork.ranks`."""
+    `stage`: its place in `PublishedRun.ranks`."""
 
     total: Number
     state: Number
@@ -55,8 +50,8 @@ class MemoryEstimate:
     first: Number
 
 
-def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
-    """Returns the peak memory of the fullest GPU. Fields may be arrays: see `StepWork`."""
+def memory(work: PublishedRun, values: Mapping[str, float]) -> MemoryEstimate:
+    """Returns the peak memory of the fullest GPU. Fields may be arrays: see `PublishedRun`."""
     v = {name: values.get(f"memory.{name}", guess) for name, (guess, _) in GUESSES.items()}
     states = _state(work, v, stage_parameters(work), work.dp * work.cp)
     if np.any(work.sparse):
@@ -84,7 +79,7 @@ def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
     return MemoryEstimate(peaks.max(axis=0), state, activations, worst, peaks[0])
 
 
-def stalled(work: StepWork, values: Mapping[str, float], peak: Number, seconds: Number) -> Any:
+def stalled(work: PublishedRun, values: Mapping[str, float], peak: Number, seconds: Number) -> Any:
     """Returns a step's seconds plus what nanotron's pipelines lose in stalls. If a GPU is nearly
     full and its allocator retries, they wait half a second for each micro-batch and message, unless
     ZeRO shards the gradients; this happens with more than two replicas or four nodes. No other
@@ -102,7 +97,7 @@ def stalled(work: StepWork, values: Mapping[str, float], peak: Number, seconds: 
     return seconds * (1 + waits / seconds) ** chance
 
 
-def _state(work: StepWork, v: Mapping[str, float], elements: Number, ranks: Number) -> Any:
+def _state(work: PublishedRun, v: Mapping[str, float], elements: Number, ranks: Number) -> Any:
     """Returns weights, gradients, master and moments of elements that `ranks` replicate."""
     cut = np.where(work.zero > 0, ranks, 1.0)
     kept = np.where(work.zero >= 3, ranks, 1.0)
@@ -112,25 +107,25 @@ def _state(work: StepWork, v: Mapping[str, float], elements: Number, ranks: Numb
     )
 
 
-def _kept(work: StepWork, v: Mapping[str, float]) -> Any:
+def _kept(work: PublishedRun, v: Mapping[str, float]) -> Any:
     """Returns the activation bytes of one layer and micro-batch, from forward to backward."""
     inputs = 2 * work.widths.hidden / work.widths.share
     keep = np.where(work.recompute_attention > 0, v["layer.selective"], 1.0)
     return work.tokens * np.where(work.recompute_layer > 0, inputs, _saved(work, v) * keep)
 
 
-def _saved(work: StepWork, v: Mapping[str, float]) -> Any:
+def _saved(work: PublishedRun, v: Mapping[str, float]) -> Any:
     """Returns the activation bytes per token of one layer without recomputation."""
     saved = work.hidden * v["layer.whole"] + v["layer.kept"] * _kept_elements(work)
     scores = work.widths.heads * np.minimum(work.seq, work.window) * 5
     return saved + np.where((work.flash == 0) & (work.recompute_attention == 0), scores, 0.0)
 
 
-def _kept_elements(work: StepWork) -> Any:
+def _kept_elements(work: PublishedRun) -> Any:
     return work.mean(lambda ops: kept(ops)[0])
 
 
-def _working(work: StepWork, v: Mapping[str, float]) -> Any:
+def _working(work: PublishedRun, v: Mapping[str, float]) -> Any:
     """Returns the bytes of the one layer that is being computed or recomputed."""
     once = np.where(work.recompute_layer > 0, _saved(work, v), 0.0)
     return work.tokens * (once + v["scratch"] * _kept_elements(work))

@@ -22,7 +22,7 @@ from benchmarks.planner.published_rows import (
     stages_by_cost,
     vtrain,
 )
-from parallel3d.estimate.fitted_cost import COPIES
+from benchmarks.planner.published_run import COPIES
 
 _MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12),
         "1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32),

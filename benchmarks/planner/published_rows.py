@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.published_models import gpt
+from benchmarks.planner.published_run import ENGINES, ROW_FIELDS, PublishedRun
 from parallel3d.device.datasheets import DEVICES
-from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, ROW_FIELDS, SPEEDS, StepWork
+from parallel3d.estimate.fitted_cost import NETWORKS, SPEEDS
 from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
 from parallel3d.schedules.orders import StageAssignment
 
@@ -72,7 +73,7 @@ _DEFAULTS: dict[str, float] = {
     "window": math.inf, "gpus_per_node": 8, "backward": 1, "trained": 1, "embedding_trained": 1,
     "head_trained": 1, "sliding": 1,
     "sparse": 0, "experts": 1, "active_experts": 1, "expert_ffn": 0, "shared_ffn": 0, "ep": 1,
-    "load": 1, "overlap_ep": 0, "copies": 0,
+    "load": 1, "overlap_ep": 0, "copies": 0, "gathers": 0, "item": 2,
     "q_latent": 0, "kv_latent": 0, "value_size": 0, "rope_size": 0,
 }  # fmt: skip
 
@@ -122,10 +123,10 @@ def _ranks(row: Row, split: str) -> list[RankLayers]:
     return even_ranks(counts, *shares)
 
 
-def table(rows: list[Row]) -> StepWork:
-    """Converts rows to one `StepWork` of arrays. Raises KeyError for a field that a row lacks."""
+def table(rows: list[Row]) -> PublishedRun:
+    """Converts rows to one `PublishedRun` of arrays; KeyError for a field that a row lacks."""
     columns = {name: np.array([row[name] for row in rows], dtype=float) for name in ROW_FIELDS}
-    return StepWork(**columns, ranks=table_of([row["ranks"] for row in rows]))
+    return PublishedRun(**columns, ranks=table_of([row["ranks"] for row in rows]))
 
 
 def split_evenly(layers: int, stages: int, ends: bool = False) -> list[int]:

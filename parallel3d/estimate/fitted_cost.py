@@ -46,10 +46,8 @@ SPEEDS = (
     *("gb200/bf16", "gb200/fp8", "gb200/fp4"),
 )
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
-# "recent" means Megatron Core and NeMo of 2025, fitted only to runs of models with experts.
-ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp", "recent")
-
-FAMILIES = {"speed": SPEEDS, "network": NETWORKS, "engine": ENGINES}
+FAMILIES = {"speed": SPEEDS, "network": NETWORKS}
+ENGINE = "megatron"  # the fitted software whose times of the host our own runs are priced with
 
 
 def from_odds(odds: Number | float) -> Number:
@@ -97,7 +95,7 @@ class Constants:
     def of(self, family: str, key: str, index: Number) -> Number:
         """Returns the constant `key` for each row, such as the rate of the row's network.
 
-        `index`: for each row, the index of its speed, network or engine in `FAMILIES[family]`.
+        `index`: for each row, the index of its speed or network in `FAMILIES[family]`.
         """
         values = [self.values[f"{family}.{name}.{key}"] for name in FAMILIES[family]]
         return np.array(values)[np.asarray(index, dtype=int)]
@@ -138,10 +136,12 @@ def range_of_a_new_place() -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Sizes that determine the time of a step: model, layout, software and hardware.
+    """Sizes that determine the time of a step: model, layout and hardware.
 
-    Each field has one element per row; a row is a layout or a run. Flags are 0 or 1. In `by_rank`,
-    the shares of layers have an axis of ranks before the rows.
+    Each field has one element per row; a row is a layout. Flags are 0 or 1. In `by_rank`, the
+    shares of layers have an axis of ranks before the rows. The methods from `rate` on describe
+    parallel3d's own software; `benchmarks/planner/published_run.py` overrides them for published
+    runs of other software.
     """
 
     layers: Number
@@ -167,38 +167,27 @@ class StepWork:
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
     ranks: RankLayers  # layers of the pipeline's ranks
-    # Software
     zero: Number
     recompute_norm: Number  # flags of the parts of `recompute`; a part that another implies has 0
     recompute_activation: Number
     recompute_attention: Number
     recompute_mlp: Number
     recompute_layer: Number
-    recompute_end: Number  # flag: all other operations are recomputed too, as in some frameworks
     sequence_parallel: Number
-    flash: Number
-    dropout: Number
-    parallel_block: Number  # flag: attention and MLP share a norm, which halves the tp collectives
     overlap_tp: Number
     overlap_pp: Number
     overlap_dp: Number
-    scatter_gather: Number  # Megatron's scatter_gather_tensors_in_pipeline
-    graph: Number  # flag: kernels are launched as one graph
-    compiled: Number  # flag: element-wise operations are fused
-    fp8: Number
     grad_bytes: Number
     # Hardware
     peak: Number  # FLOP/s in the dtype of GEMMs
     peak_attention: Number  # FLOP/s in the dtype of attention
-    memory_bytes: Number
     memory_rate: Number  # bytes/s of the GPU's memory
     units: Number  # number of multiprocessors
     link_rate: Number  # bytes/s of NVLink in one direction
     fabric_rate: Number  # bytes/s of one GPU's network bandwidth in one direction
-    # Indices into SPEEDS, NETWORKS and ENGINES
+    # Indices into SPEEDS and NETWORKS
     speed: Number
     fabric: Number
-    engine: Number
     item: Number = field(default_factory=partial(np.full, (), 2.0))  # bytes of a hidden state
     # Shares of the model that are trained, as in `ops.TrainedShares`
     backward: Number = field(default_factory=partial(np.ones, ()))
@@ -216,13 +205,7 @@ class StepWork:
     # Rows of the experts on the fullest rank, divided by the mean of all ranks
     load: Number = field(default_factory=partial(np.ones, ()))
     overlap_ep: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.overlap`
-    copies: Number = field(default_factory=partial(np.zeros, ()))  # index into COPIES
-    # Multi-head latent attention (DeepSeek-V2): widths of the latents and of the parts of a head, 0
-    # in rows without latents. With latents, `head_size` is the mean width of a query and a value.
-    q_latent: Number = field(default_factory=partial(np.zeros, ()))
-    kv_latent: Number = field(default_factory=partial(np.zeros, ()))
-    value_size: Number = field(default_factory=partial(np.zeros, ()))
-    rope_size: Number = field(default_factory=partial(np.zeros, ()))
+    gathers: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.dispatch=gather`
 
     @property
     def tokens(self) -> Number:
@@ -247,7 +230,7 @@ class StepWork:
     @functools.cached_property
     def ops(self) -> list[Op]:
         """Returns the operations of a layer without experts on one tensor-parallel rank."""
-        return self._with_latents(layer_ops(self.widths))
+        return layer_ops(self.widths)
 
     @functools.cached_property
     def expert_ops(self) -> list[Op]:
@@ -262,31 +245,7 @@ class StepWork:
             shared_gate=0,
             numbers=0,
         )
-        return self._with_latents(layer_ops(self.widths._replace(experts=experts)))
-
-    def _with_latents(self, ops: list[Op]) -> list[Op]:
-        """Returns `ops` with the projections of latent attention in the rows that use it."""
-        latent = self.q_latent > 0
-        if not np.any(latent):
-            return ops
-        query = 2 * self.head_size - self.value_size
-        narrow = self.q_latent + self.kv_latent + self.rope_size
-        heads = self.heads / self.tp
-        keys_values = query - self.rope_size + self.value_size
-        up = Op("attention.q_up", "gemm", self.q_latent, heads * query * latent, ("layer",))
-        wide = heads * keys_values * latent
-        found = []
-        for op in ops:
-            if op.name == "attention.qkv":
-                op = op._replace(outputs=np.where(latent, narrow, op.outputs))
-                more = up._replace(name="attention.kv_up", inputs=self.kv_latent, outputs=wide)
-                found += [op, up, more]
-                continue
-            if op.name == "attention.out":
-                inputs = np.where(latent, heads * self.value_size, op.inputs)
-                op = op._replace(inputs=inputs)
-            found.append(op)
-        return found
+        return layer_ops(self.widths._replace(experts=experts))
 
     def mean(self, of: Callable[[Sequence[Op]], Any]) -> Any:
         """Returns the mean of `of` over all layers; `of` maps a layer's operations to a value."""
@@ -329,13 +288,12 @@ class StepWork:
     def share_sent(self) -> Any:
         """Returns the probability that a token is sent to a given rank of its experts' group."""
         share = share_sent(self.experts, self.active_experts, self.ep)
-        return np.where(self.copies == COPIES.index("every"), 1.0, share)
+        return np.where(self.gathers > 0, 1.0, share)
 
     @functools.cached_property
     def load_of_tokens(self) -> Any:
         """Returns the tokens that the fullest rank receives, relative to the mean over ranks."""
-        once = load_of_tokens(self.load, self.share_sent)
-        return np.where(self.copies == COPIES.index("expert"), self.load, once)
+        return load_of_tokens(self.load, self.share_sent)
 
     @functools.cached_property
     def is_even(self) -> bool:
@@ -363,6 +321,87 @@ class StepWork:
             return found, found
         found = np.broadcast_to(mean(self.by_rank), np.shape(self.by_rank.sparse))
         return found[0], found[1:]
+
+    def software(self, c: Constants, key: str) -> Any:
+        """Returns a fitted constant of the software, such as the host's time of a message."""
+        return c[f"engine.{ENGINE}.{key}"]
+
+    def rate(self, c: Constants) -> Any:
+        """Returns the FLOP/s of a large GEMM."""
+        return c.of("speed", "rate", self.speed) * self.peak
+
+    def attends(self, c: Constants, keys: Number) -> Any:
+        """Returns the seconds of attention's forward if a query sees at most `keys` keys.
+
+        Kernels skip the masked half of the scores.
+        """
+        flops, rate = attention_flops(self, keys), attention_rate(self, c)
+        causal = np.where(keys < self.seq, 1.0, 0.5)
+        # Heads narrower than 96 reach only about three quarters of the speed.
+        width = np.where(self.head_size < 96, 0.75, 1.0)
+        return flops * causal / (rate * self.software(c, "flash") * width)
+
+    @property
+    def attention_backward(self) -> Any:
+        """Returns the time of attention's backward, divided by that of its forward."""
+        return 2.5
+
+    def elementwise_bytes(self, op: Op, c: Constants) -> Any:
+        """Returns the bytes per token that an element-wise operation reads and writes."""
+        return self.item * (op.inputs + op.outputs) * c["memory.width"] * c["memory.compiled"]
+
+    def casts(self, op: Op, c: Constants, rows: Any) -> tuple[Any, Any]:
+        """Returns the seconds that casts of a GEMM's operands add to forward and backward."""
+        return 0.0, 0.0
+
+    @property
+    def head_slowdown(self) -> Any:
+        """Returns how much slower the head's GEMMs are than those of the layers."""
+        return 1.0
+
+    def repeats(self, op: Op) -> Any:
+        """Returns 1 in rows that recompute the operation in the backward, and 0 in all others."""
+        flags = (getattr(self, f"recompute_{part}") for part in op.parts)
+        return functools.reduce(np.maximum, flags, np.zeros(()))
+
+    def shown_tensor_parallel(self, c: Constants) -> Any:
+        """Returns the share of the tp collectives that no GEMM hides."""
+        return 1 - self.overlap_tp * from_odds(self.software(c, "tp_hidden"))
+
+    @property
+    def message_share(self) -> Any:
+        """Returns the number of parts into which tp ranks divide a message to the next stage."""
+        return np.where(self.sequence_parallel > 0, self.tp, 1.0)
+
+    def copies_sent(self, inside: Any, nodes: Any) -> tuple[Any, Any]:
+        """Returns the numbers of copies of a token that go over NVLink, and over the network.
+
+        One copy goes to each rank that has any of the token's experts.
+
+        Args:
+            inside: ranks of ep in one node.
+            nodes: nodes over which ep extends.
+        """
+        return self.share_sent * (inside - 1), self.share_sent * (self.ep - inside)
+
+    def host_of_layer(self, c: Constants) -> Any:
+        """Returns the seconds that the host needs to launch a layer's kernels.
+
+        They grow with tp, and more so if pipeline messages and tp collectives share the threads
+        that drive the network.
+        """
+        launches = 1 + self.recompute_layer / 3
+        tensor = np.where(self.tp > 1, self.software(c, "launch_tp_us"), 0.0)
+        tensor = tensor + self.software(c, "slowest_us") * (np.minimum(self.tp, 8) / 8) ** 2
+        ranks = self.tp * self.cp * self.pp * self.dp
+        spread = (self.pp > 1) & (self.tp > 1) & (ranks > self.gpus_per_node)
+        wide = self.tp * np.sqrt(np.maximum(self.tp / self.gpus_per_node, 1.0))
+        crowd = np.where(spread, c.of("network", "crowd_us", self.fabric) * wide, 0.0)
+        return 1e-6 * (launches * (self.software(c, "launch_us") + tensor) + crowd)
+
+    def host_of_batch(self, c: Constants) -> Any:
+        """Returns the seconds that the host needs for a micro-batch beside its layers."""
+        return 1e-6 * self.software(c, "batch_us")
 
 
 ROW_FIELDS = [f.name for f in fields(StepWork) if f.name != "ranks"]  # one number for each row
@@ -482,11 +521,6 @@ def smooth_max(a: Number, b: Number, power: float = 4.0) -> Any:
     return (a**power + b**power) ** (1 / power)
 
 
-def of_engine(work: StepWork, factor: float) -> Any:
-    """Returns `factor` in rows with the engine "recent", and 1 in all others."""
-    return np.where(work.engine == ENGINES.index("recent"), factor, 1.0)
-
-
 def gemm(
     work: StepWork, c: Constants, m: Number, n: Number, k: Number, groups: Number | int = 1
 ) -> Any:
@@ -500,9 +534,7 @@ def gemm(
     exists = m * n * k * groups > 0
     m, n, k, groups = (np.maximum(size, 1e-9) for size in (m, n, k, groups))
     ragged = (np.mod(n, 64) != 0) | (np.mod(k, 64) != 0)
-    rate = c.of("speed", "rate", work.speed) * work.peak
-    rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
-    rate = rate * of_engine(work, c["recent.gemm"])
+    rate = work.rate(c) * np.where(ragged, c["gemm.ragged"], 1.0)
     compute: Any = np.inf
     for rows, columns, parts, share in _TILES:
         waves = groups * np.ceil(m / rows) * np.ceil(n / columns) * parts / work.units
@@ -521,37 +553,25 @@ def move(work: StepWork, c: Constants, bytes: Number) -> Any:
 def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Returns the (forward, backward) seconds of one layer's scores, softmax and values.
 
-    They are the mean over layers with and without a window. Flash kernels skip the masked half of
-    the scores, and their backward takes as long as 2.5 forwards. Plain kernels compute and write
-    all scores, once in the forward and twice in the backward.
+    They are the mean over layers with and without a window.
     """
-    sliding = _attention(work, c, np.minimum(work.seq, work.window))
-    full = _attention(work, c, work.seq)
-    forward = np.where(work.sliding == 1, sliding, full + work.sliding * (sliding - full))
-    return forward, np.where(work.flash > 0, 2.5, 2.0) * forward
-
-
-def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
-    """Returns the seconds of attention's forward if a query sees at most `keys` keys."""
-    # `queries` is the number of rows of all score matrices.
-    queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp
-    flops = 4.0 * queries * keys * work.head_size
-    causal = np.where(keys < work.seq, 1.0, 0.5)
-    # Heads narrower than 96 reach only about three quarters of the speed.
-    width = np.where(work.head_size < 96, 0.75, 1.0)
-    odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
-    base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
-    flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
-    ramp = 1 + c["attention.plain_ramp"] / work.head_size
-    plain = flops / (base * c["attention.plain"]) * ramp
-    written = queries * keys * c["attention.score_bytes"] * np.where(work.dropout > 0, 1.0, 0.7)
-    plain = plain + move(work, c, written)
     gap = 3 * c["gemm.gap_us"] * 1e-6
-    return np.where(work.flash > 0, flash, plain) + gap
+    sliding = work.attends(c, np.minimum(work.seq, work.window)) + gap
+    full = work.attends(c, work.seq) + gap
+    forward = np.where(work.sliding == 1, sliding, full + work.sliding * (sliding - full))
+    return forward, work.attention_backward * forward
 
 
-# All-gathers over up to this many ranks have the latency of a ring; larger groups add a tree's.
-_RING = 32
+def attention_flops(work: StepWork, keys: Number) -> Any:
+    """Returns the FLOPs of attention's forward if each query sees `keys` keys."""
+    queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp
+    return 4.0 * queries * keys * work.head_size
+
+
+def attention_rate(work: StepWork, c: Constants) -> Any:
+    """Returns the FLOP/s of a large GEMM in the dtype of attention."""
+    odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
+    return c.of("speed", "rate", work.speed) * work.peak_attention * odd
 
 
 def collective(
@@ -646,10 +666,8 @@ def hop(work: StepWork, c: Constants) -> Any:
     stride = work.tp * work.cp * work.dp
     bytes = work.item * work.micro_batch * work.seq / work.cp * work.hidden
     rate, wire = message(work, c, stride * work.pp <= work.gpus_per_node)
-    cut = np.maximum(work.scatter_gather, work.sequence_parallel)
-    share = np.where(cut > 0, work.tp, 1.0)
-    software = 1e-6 * c.of("engine", "hop_us", work.engine)
-    return np.where(work.pp > 1, bytes / share / rate + software + wire, 0.0)
+    software = 1e-6 * work.software(c, "hop_us")
+    return np.where(work.pp > 1, bytes / work.message_share / rate + software + wire, 0.0)
 
 
 # Kind of operation → its name in reports; all other kinds are element-wise.
@@ -685,20 +703,13 @@ def _of_layer(ops: Sequence[Op], work: StepWork, c: Constants) -> tuple[dict[str
     waits: Any = 0.0
     for op in ops:
         forward, backward = seconds(op, work, c)
-        again = repeats(op, work)
+        again = work.repeats(op)
         kind = KINDS.get(op.kind, "element-wise")
         parts[kind] = parts[kind] + forward + backward
         parts["recomputed"] = parts["recomputed"] + work.backward * again * forward
         if op.split:
             waits = waits + _tensor_parallel(op, work, c, again)
-    shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
-    return parts, shown * waits * (1 - work.parallel_block / 2)
-
-
-def repeats(op: Op, work: StepWork) -> Any:
-    """Returns 1 in rows that recompute the operation in the backward, and 0 in all others."""
-    flags = (getattr(work, f"recompute_{part}") for part in op.parts or ("end",))
-    return functools.reduce(np.maximum, flags)
+    return parts, work.shown_tensor_parallel(c) * waits
 
 
 def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
@@ -710,11 +721,7 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
         forward, backward = attention(work, c)
         return forward, work.backward * backward
     if op.kind != "gemm":
-        # Residual sums also move dropout's masks.
-        masks = work.dropout * op.outputs * (op.name in RESIDUALS)
-        width = work.item * (op.inputs + op.outputs + masks)
-        factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
-        moved = move(work, c, work.tokens * loaded * width * factor)
+        moved = move(work, c, work.tokens * loaded * work.elementwise_bytes(op, c))
         return moved, work.backward * 2 * moved
     rows = work.tokens * (op.rows * loaded)
     if op.name.startswith(EXPERTS):
@@ -723,12 +730,8 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
         forward, of_input, of_weight = _matmul(work, c, rows, op.inputs, op.outputs)
         copied = 0.0
     backward = work.backward * (of_input + copied) + work.trained * of_weight
-    # Operands are cast to fp8 before the all-gather, and weights are cast once per step.
-    share = work.widths.share if op.split == "column" else 1.0
-    each = c["fp8.cast_bytes"] * of_engine(work, c["recent.cast"])
-    cast = move(work, c, rows * op.inputs / share * each) * work.fp8
-    weights = 3 * op.numel / work.microbatches
-    return forward + copied + cast + move(work, c, weights) * work.fp8, backward + cast
+    ahead, behind = work.casts(op, c, rows)
+    return forward + copied + ahead, backward + behind
 
 
 def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
@@ -757,9 +760,6 @@ def _matmul(
         gemm(work, c, rows, inputs, outputs),
         gemm(work, c, inputs, outputs, rows),
     )
-
-
-RESIDUALS = ("attention.residual", "mlp.residual")
 
 
 def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
@@ -792,7 +792,7 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     ranks, stride, w = work.cp, work.tp, work.widths
     rate, _ = message(work, c, ranks * stride <= work.gpus_per_node)
     wait = latency(work, c, ranks, stride, 1, "send_recv")
-    again = sum(repeats(op, work) for op in work.ops if op.kind == "attention")
+    again = sum(work.repeats(op) for op in work.ops if op.kind == "attention")
     found = []
     for style in STYLES:
         total: Any = 0.0
@@ -813,30 +813,16 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     return np.choose(work.cp_style.astype(int), [*same, np.minimum.reduce(same)])
 
 
-# Ways to send a token to its experts: one copy to each rank that has any of them; one copy to each
-# node that has any of them, and from there to the ranks; one copy for each expert; or one copy to
-# every rank (`moe.dispatch=gather`).
-COPIES = ("rank", "node", "expert", "every")
-
-
 def exchange(work: StepWork, c: Constants) -> Any:
     """Returns the seconds to send all tokens to their experts, or the results back.
 
     This is the time of the fullest rank on NVLink or on the network, whichever is slower, plus the
     wait for the host, which reads the row counts.
     """
-    ep, experts, chosen = work.ep, work.experts, work.active_experts
+    ep = work.ep
     inside = np.minimum(ep, work.gpus_per_node)
     nodes = np.maximum(ep / inside, 1.0)
-    kind = work.copies
-    to_rank = work.share_sent
-    to_node = np.where(nodes > 1, share_sent(experts, chosen, np.maximum(nodes, 2)), 1.0)
-    by_expert = chosen / ep
-    here = np.where(kind == COPIES.index("expert"), by_expert, to_rank) * (inside - 1)
-    away = np.where(kind == COPIES.index("expert"), by_expert, to_rank) * (ep - inside)
-    by_node = kind == COPIES.index("node")
-    here = np.where(by_node, to_rank * nodes * (inside - 1), here)
-    away = np.where(by_node, to_node * (nodes - 1), away)
+    here, away = work.copies_sent(inside, nodes)
     bytes = work.item * work.hidden * work.tokens / work.widths.share * work.load_of_tokens
     link, begin = c.inside("all_to_all", inside, work.link_rate)
     link = link * c["experts.link"]
@@ -849,7 +835,7 @@ def exchange(work: StepWork, c: Constants) -> Any:
 
 def _passes(work: StepWork) -> Any:
     """Returns the number of token exchanges in a layer's forward, backward and recomputation."""
-    again = sum(repeats(op, work) for op in work.expert_ops if op.name in PASSES)
+    again = sum(work.repeats(op) for op in work.expert_ops if op.name in PASSES)
     return 2 + work.backward * (2 + again)
 
 
@@ -873,24 +859,11 @@ def hidden_seconds(exchanges: Any, computes: Any, microbatches: Any) -> Any:
 
 
 def _host(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds that the host needs to launch a layer's kernels.
-
-    They grow with tp, and more so if pipeline messages and tp collectives share the threads that
-    drive the network.
-    """
-    launches = 1 + work.recompute_layer / 3
-    own = c.of("engine", "launch_us", work.engine)
-    tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
-    tensor = tensor + c.of("engine", "slowest_us", work.engine) * (np.minimum(work.tp, 8) / 8) ** 2
-    ranks = work.tp * work.cp * work.pp * work.dp
-    spread = (work.pp > 1) & (work.tp > 1) & (ranks > work.gpus_per_node)
-    wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
-    crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
-    host = launches * (own + tensor) + crowd
-    found = 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
+    """Returns the seconds that the host needs to launch a layer's kernels, as a mean."""
+    found = work.host_of_layer(c)
     if not np.any(work.sparse):
         return found
-    # The host reads the row counts, so experts cannot be part of a graph.
+    launches = 1 + work.recompute_layer / 3
     return found + work.sparse * launches * c["experts.launch_us"] * 1e-6
 
 
@@ -900,8 +873,7 @@ def head(work: StepWork, c: Constants) -> Any:
     forward, of_input, of_weight = _matmul(work, c, rows, work.hidden, columns)
     of_input = np.where(np.asarray(work.backward) > 0, of_input, 0.0)
     matmuls = forward + (of_input + work.head_trained * of_weight)
-    wide = 1 + work.fp8 * (work.peak / work.peak_attention - 1)  # the head stays in 16 bits
-    return matmuls * wide + move(work, c, rows * columns * c["head.bytes"])
+    return matmuls * work.head_slowdown + move(work, c, rows * columns * c["head.bytes"])
 
 
 def _ends(work: StepWork, c: Constants) -> Any:
@@ -944,7 +916,7 @@ class StepTime:
 
 def step(work: StepWork, c: Constants) -> StepTime:
     """Returns the seconds of one step by part, with an element for each row of `work`."""
-    batch = 1e-6 * c.of("engine", "batch_us", work.engine) * np.where(work.graph > 0, 0.1, 1.0)
+    batch = work.host_of_batch(c)
     mean, each = work.of_layers(lambda w: _gathered(w, c, layer(w, c)[1]))
     ranks = work.ranks
     held = np.where(ranks.exist, ranks.layers * each + _ends(work, c) + batch, 0.0)
@@ -994,7 +966,7 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
         one = one + work.sparse * gather(work, c, work.item * elements, work.edp, work.ep)
         rings = latency(work, c, work.edp, work.ep, steps) * np.where(work.edp > 1, 1.0, 0.0)
         ring = ring + work.sparse * rings
-    wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
+    wire = 3 * (one + ring * work.software(c, "dp_messages"))
     both = smooth_max(each, wire * c["fsdp.contention"])
     return np.where(work.zero >= 3, both, each)
 
@@ -1025,7 +997,7 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
         sparse = work.sparse > 0
         reduced = reduced + np.where(sparse, more[0], 0.0)
         returned = returned + np.where(sparse, more[1], 0.0)
-    odds = c.of("engine", "dp_hidden", work.engine)
+    odds = work.software(c, "dp_hidden")
     hidden = np.minimum(work.overlap_dp * from_odds(odds) * reduced, backward)
     shown = reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
     return shown.max(axis=0)
@@ -1042,7 +1014,7 @@ def _reductions(
     cut = gather(work, c, work.grad_bytes * elements, ranks, stride, "reduce_scatter")
     back = gather(work, c, work.item * elements, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, layers, 0.0)
-    ring = ring * c.of("engine", "dp_messages", work.engine)
+    ring = ring * work.software(c, "dp_messages")
     reduced = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut, summed) + ring)
     return reduced, np.where((work.zero > 0) & (work.zero < 3), back + ring, 0.0)
 

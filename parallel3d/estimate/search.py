@@ -26,8 +26,6 @@ from parallel3d.device.datasheets import DEVICES, Device
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.attention_traffic import sends
 from parallel3d.estimate.fitted_cost import (
-    COPIES,
-    ENGINES,
     NETWORKS,
     ROW_FIELDS,
     SPEEDS,
@@ -135,16 +133,11 @@ def sizes_of(config: Config, ranks: int = 1) -> dict[str, Any]:
         **hardware,
         "model": config.model,
         "item": ITEM_BYTES.get(config.precision.name, 4.0),
-        "flash": 1,
-        "dropout": 0,
         "overlap_tp": overlaps,
         "overlap_pp": overlaps,
         "overlap_dp": overlaps,
         "overlap_ep": overlaps * float(config.moe.overlap),
-        "copies": COPIES.index("every" if config.moe.dispatch == GATHER else "rank"),
-        "scatter_gather": 1,
-        "compiled": overlaps,
-        "fp8": 0,
+        "gathers": float(config.moe.dispatch == GATHER),
         "grad_bytes": 4,
         "cp_style": [*STYLES, "auto"].index(config.context_parallel.style),
     }
@@ -341,7 +334,6 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> 
     column["load"] = np.minimum(column["load"], most)
     column["overlap_ep"] *= [can_overlap(choice) for choice in choices]
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
-    column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     work = StepWork(**column, ranks=RankLayers())
     model: ModelConfig | None = sizes.get("model")
     if model is not None and not _is_even(model):

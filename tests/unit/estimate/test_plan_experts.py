@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner.published_models import named
+from benchmarks.planner.published_run import COPIES
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
 from parallel3d.estimate.fitted_cost import (
-    COPIES,
     StepWork,
     exchange,
     gemm,
@@ -16,7 +16,7 @@ from parallel3d.estimate.fitted_cost import (
     sizes_of_model,
     step,
 )
-from tests.unit.estimate.plan_work import constants, table, work
+from tests.unit.estimate.plan_work import constants, published, table, work
 from tests.unit.metrics.test_flops import preset
 
 QWEN = dict(
@@ -29,7 +29,7 @@ DEEPSEEK = dict(
 
 
 def of_published(name: str, **over: float) -> StepWork:
-    return work(**{**named(name), **over})
+    return published(**{**named(name), **over})
 
 
 def in_all(w: StepWork) -> float:
@@ -81,10 +81,10 @@ def test_a_model_without_experts_costs_the_same_beside_one_with_experts() -> Non
         {**QWEN, "ep": 8},
         {**named("DeepSeekV3"), "ep": 64, "dp": 64},
     ]
-    alone = [float(step(work(**row), c).total) for row in rows]
-    together = table([work(**row) for row in rows])
+    alone = [float(step(published(**row), c).total) for row in rows]
+    together = table([published(**row) for row in rows])
     assert step(together, c).total.tolist() == pytest.approx(alone, rel=1e-12)
-    assert float(step(work(tp=4, sequence_parallel=1), c).total) == alone[0]
+    assert float(step(published(tp=4, sequence_parallel=1), c).total) == alone[0]
 
 
 def test_gemms_of_groups_cost_more_than_one_of_all_rows() -> None:
@@ -99,7 +99,7 @@ def test_gemms_of_groups_cost_more_than_one_of_all_rows() -> None:
 def sent(**over: float) -> float:
     """Returns the seconds of a pass less its latency and wait, for a token of a byte a copy."""
     c = constants(**{"experts.wait_us": 1e-9, "link.latency_us": 1e-9})
-    return float(exchange(work(**{**DEEPSEEK, **over}), c))
+    return float(exchange(published(**{**DEEPSEEK, **over}), c))
 
 
 def test_a_token_goes_once_to_a_rank_in_a_node() -> None:
@@ -142,10 +142,7 @@ def test_a_rank_gets_a_token_once_whatever_the_load() -> None:
 
 def test_gather_sends_every_token_to_every_rank() -> None:
     c = constants(**{"experts.wait_us": 1e-9, "link.latency_us": 1e-9})
-    gathered, sent = (
-        float(exchange(work(**QWEN, ep=8, copies=COPIES.index(kind)), c))
-        for kind in ("every", "rank")
-    )
+    gathered, sent = (float(exchange(work(**QWEN, ep=8, gathers=flag), c)) for flag in (1, 0))
     assert sent == pytest.approx(gathered * share_sent(128, 8, 8))
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.published_memory import GIB, GUESSES, memory, stalled
-from parallel3d.estimate.fitted_cost import ENGINES, stage_parameters
-from tests.unit.estimate.plan_work import work
+from benchmarks.planner.published_run import ENGINES
+from parallel3d.estimate.fitted_cost import stage_parameters
+from tests.unit.estimate.plan_work import published as work
 
 VALUES = {f"memory.{name}": guess for name, (guess, _) in GUESSES.items()}
 

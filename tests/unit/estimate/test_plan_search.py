@@ -32,10 +32,10 @@ from parallel3d.estimate.search import (
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 from parallel3d.topology.assumptions import preset
-from tests.unit.estimate.plan_work import work
+from tests.unit.estimate.plan_work import as_published, work
 
-ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)
-SIZES = {name: float(getattr(ONE, name)) for name in ROW_FIELDS}
+ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1)
+SIZES = {name: float(getattr(ONE, name)) for name in ROW_FIELDS} | {"memory_bytes": 79 * 2.0**30}
 
 
 def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) -> PricedLayouts:
@@ -47,7 +47,7 @@ def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) 
     """Prices layouts; memory comes from the initial guesses of the fitted formulas, and any other
     would do."""
     choices = choices or list(layouts(SIZES, gpus, 8, batch, {}))
-    return price(choices, batch, memory(works(choices, SIZES, batch), {}).total)
+    return price(choices, batch, memory(as_published(works(choices, SIZES, batch)), {}).total)
 
 
 def test_layouts_use_every_gpu_and_divide_the_batch() -> None:

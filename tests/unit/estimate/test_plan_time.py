@@ -26,7 +26,7 @@ from parallel3d.estimate.fitted_cost import (
 )
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, time_orders
-from tests.unit.estimate.plan_work import constants, table, work
+from tests.unit.estimate.plan_work import constants, published, table, work
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
@@ -81,7 +81,7 @@ def test_a_last_wave_with_idle_units_costs() -> None:
 
 
 def test_heads_of_odd_width_are_slow_where_scores_are_written() -> None:
-    plain = replace(work(flash=0, heads=32), head_size=np.array(128.0))
+    plain = replace(published(flash=0, heads=32), head_size=np.array(128.0))
     odd = replace(plain, head_size=np.array(130.0))
     a, b = (layer(w, constants())[0]["attention"] for w in (odd, plain))
     assert a > b
@@ -89,13 +89,14 @@ def test_heads_of_odd_width_are_slow_where_scores_are_written() -> None:
 
 def test_recomputation_costs_the_forward_of_its_operations() -> None:
     c = constants()
-    none, full = (float(layer(w, c)[0]["recomputed"]) for w in (work(), work(**recomputed("full"))))
-    forward = {op.name: float(seconds(op, work(), c)[0]) for op in work().ops}
+    both = published(), published(**recomputed("full"))
+    none, full = (float(layer(w, c)[0]["recomputed"]) for w in both)
+    forward = {op.name: float(seconds(op, published(), c)[0]) for op in work().ops}
     assert none == 0 and full == pytest.approx(sum(forward.values()))
-    ours = float(layer(work(recompute_layer=1), c)[0]["recomputed"])
+    ours = float(layer(published(recompute_layer=1), c)[0]["recomputed"])
     assert ours == pytest.approx(full - forward["mlp.down"] - forward["mlp.residual"])
     parts = {"recompute_norm": 1}, {"recompute_activation": 1}, {"recompute_mlp": 1}
-    each = [float(layer(work(**part), c)[0]["recomputed"]) for part in parts]
+    each = [float(layer(published(**part), c)[0]["recomputed"]) for part in parts]
     assert 0 < each[0] < each[1] < each[2] < full
 
 
