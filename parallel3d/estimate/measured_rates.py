@@ -89,8 +89,7 @@ class MeasuredRates:
     @property
     def has_network(self) -> bool:
         """Returns whether groups of ranks on several hosts were measured."""
-        most = max((ranks for of in self.groups.values() for ranks in of), default=1)
-        return not self.shares_cores and most > self.made.count
+        return not self.shares_cores and max(self.groups["all_gather"]) > self.made.count
 
     def text(self) -> str:
         """Returns the content of the file, as YAML."""
@@ -177,11 +176,12 @@ class MeasuredRates:
 
         Without a network they are those inside the host, and no layout uses them.
         """
-        outside = {n: of for n, of in self.groups["all_gather"].items() if n > self.made.count}
+        gathers = self.groups["all_gather"]
         if not self.has_network:
-            time = next(iter(self.groups["all_gather"].values()))
+            time = next(iter(gathers.values()))
             return time.gb_per_s, time.latency_us
-        ranks, time = min(outside.items())
+        ranks = min(n for n in gathers if n > self.made.count)
+        time = gathers[ranks]
         return time.gb_per_s / self.made.count, time.latency_us / (ranks - 1)
 
 
