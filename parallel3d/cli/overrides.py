@@ -89,17 +89,17 @@ def config_of(tree: DictConfig) -> Config:
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)  # it has the class of the registered schema
     keys = all_keys(type(config))
-    written = flat(typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False)))
-    for name, text in written.items():
-        if isinstance(text, str) and "${" in text and name in keys:
-            found = attrgetter(name)(config)
-            # OmegaConf replaces a reference without a value with the word None.
-            if isinstance(found, str) and found.count("None") > text.count("None"):
+    values = {name: value for name, value in values_of(config).items() if isinstance(value, str)}
+    # OmegaConf replaces a reference without a value with the word None.
+    if suspects := {name: value for name, value in values.items() if "None" in value}:
+        written = flat(typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False)))
+        for name, value in suspects.items():
+            text = str(written[name])
+            if "${" in text and value.count("None") > text.count("None"):
                 raise UserError(
                     f"{name}={text}: the reference ${{…}} has no value, and the text would be "
-                    f"{found}; give it a value, or leave it out."
+                    f"{value}; give it a value, or leave it out."
                 )
-    values = {name: value for name, value in values_of(config).items() if isinstance(value, str)}
     held = {name: braces(value) for name, value in values.items() if keys[name].kind is dict}
     return with_text(with_values(config, held))
 

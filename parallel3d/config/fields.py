@@ -203,7 +203,12 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
 
 def values_of(config: DataclassInstance) -> dict[str, Any]:
     """Returns the values of all keys by their dotted names."""
-    return {name: attrgetter(name)(config) for name in all_keys(type(config))}
+    return {name: get(config) for name, get in _getters(typing.cast(Any, type(config)))}
+
+
+@functools.cache
+def _getters(schema: type) -> list[tuple[str, attrgetter[Any]]]:
+    return [(name, attrgetter(name)) for name in all_keys(schema)]
 
 
 def with_values(config: AnyKeys, values: Mapping[str, Any]) -> AnyKeys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from operator import attrgetter
@@ -60,22 +61,31 @@ def test_a_remedy_for_words_is_accepted(words: list[str]) -> None:
         assert refused([*rest, *more]) is None, (said, more)
 
 
+@functools.cache
+def value_of(name: str, typed: str | None) -> Any:
+    """Returns the value of a key after a word, or its default."""
+    return attrgetter(name)(config() if typed is None else taken_from_words([typed]))
+
+
 def with_choice(changes: dict[str, Any], choice: dict[str, str | None]) -> dict[str, Any]:
     """Returns the changes of a configuration after a remedy."""
     tried = {**changes}
     for key, word in choice.items():
         name = key if key in all_keys(Config) else f"{key}.name"
         if name in all_keys(Config):
-            made = config()
-            if word is not None:
-                typed = word if name == key else word.replace(f"{key}=", f"{key}.name=", 1)
-                made = taken_from_words([typed])
-            tried[name] = attrgetter(name)(made)
+            typed = word and (word if name == key else word.replace(f"{key}=", f"{key}.name=", 1))
+            tried[name] = value_of(name, typed)
             continue
         for given, value in changes.items():  # a name in braces
             if isinstance(value, dict):
                 tried[given] = {name: v for name, v in value.items() if str(name) != key}
     return tried
+
+
+@functools.cache
+def said_of(row: int) -> str | None:
+    """Returns the sentence that refuses a row of BAD."""
+    return refusal(*BAD[row][:2])
 
 
 def refusal(changes: dict[str, Any], world_size: int | None) -> str | None:
@@ -86,9 +96,10 @@ def refusal(changes: dict[str, Any], world_size: int | None) -> str | None:
     return None
 
 
-def check_remedies(changes: dict[str, Any], world_size: int | None, steps: int) -> None:
+def check_remedies(
+    said: str | None, changes: dict[str, Any], world_size: int | None, steps: int
+) -> None:
     """Asserts that each remedy of a refused configuration leads to one that is accepted."""
-    said = refusal(changes, world_size)
     assert said is not None
     for choice in remedies(said):
         tried = with_choice(changes, choice)
@@ -97,16 +108,15 @@ def check_remedies(changes: dict[str, Any], world_size: int | None, steps: int) 
         if again is None or "cannot be read: No such file" in again:
             continue
         assert steps > 1 and remedies(again), (said, choice, again)
-        check_remedies(tried, world_size, steps - 1)
+        check_remedies(again, tried, world_size, steps - 1)
 
 
-@pytest.mark.parametrize(("changes", "world_size"), [row[:2] for row in BAD])
-def test_remedies_for_a_configuration_end_its_refusals(
-    changes: dict[str, Any], world_size: int | None
-) -> None:
-    check_remedies(changes, world_size, STEPS)
+@pytest.mark.parametrize("row", range(len(BAD)), ids=lambda row: str(BAD[row][0]))
+def test_remedies_for_a_configuration_end_its_refusals(row: int) -> None:
+    changes, world_size, _ = BAD[row]
+    check_remedies(said_of(row), changes, world_size, STEPS)
 
 
 def test_most_refusals_of_a_configuration_have_a_remedy_that_is_tried() -> None:
-    said = [refusal(*row[:2]) for row in BAD]
-    assert sum(bool(remedies(sentence or "")) for sentence in said) >= 125
+    said = [said_of(row) or "" for row in range(len(BAD))]
+    assert sum(bool(remedies(sentence)) for sentence in said) >= 125

@@ -63,8 +63,8 @@ def taken_from_file(text: str, folder: Path, package: str = "") -> Config:
     tree: Any = read_yaml(path, all_keys(Config), package)
     for section in reversed(package.split(".") if package else []):
         tree = {section: tree}
-    merged = OmegaConf.merge(pickle.loads(_defaults()), OmegaConf.create(tree))
-    assert isinstance(merged, DictConfig)
+    merged: DictConfig = pickle.loads(_defaults())
+    merged.merge_with(OmegaConf.create(tree))
     return config_of(merged)
 
 
