@@ -22,10 +22,11 @@ def sampler(tokens: int = 1001, seq: int = 10, seed: int = 7, **kwargs: bool) ->
     return Sampler(np.arange(tokens, dtype="<u2"), seq, seed, eot=EOT, **settings)
 
 
-@pytest.mark.parametrize("n", [*range(1, 70), 99, 100, 101, 255, 256, 257, 1000, 4095, 4097])
-def test_permutation_is_a_bijection(n: int) -> None:
-    for seed in range(3):
-        assert sorted(permuted(x, n, key(seed)) for x in range(n)) == list(range(n))
+def test_permutation_is_a_bijection() -> None:
+    for n in (*range(1, 70), 99, 100, 101, 255, 256, 257, 1000, 4095, 4097):
+        for seed in range(3 if n < 1000 else 1):
+            images = sorted(permuted(x, n, key(seed)) for x in range(n))
+            assert images == list(range(n)), (n, seed)
 
 
 @pytest.mark.parametrize("n", [2**31 + 11, 2**40 - 1, 2**63 + 5])
