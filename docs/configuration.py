@@ -35,10 +35,8 @@ parallel3d train --cfg job tp=2                         # print the configuratio
 ```
 
 - `GROUP=PRESET` takes the file `conf/GROUP/PRESET.yaml`; `GROUP.KEY=VALUE` sets one key of it.
-- `null` stands for "left out"; lists are written `[3,5]`, names with values `{web:0.7}`; no spaces
-  around `=`.
-- Text is kept as it is typed (`run=1.10`, `run=5e10423`); with special characters it is quoted
-  twice: `'data.path="a,b.txt"'`. `~` in a path is a home. Of two values of a key the last counts.
+- `null` stands for "left out". A page says how [lists, text and
+  paths](own_configuration.md#the-command-line) are written.
 - A bad key or value ends in one sentence that names the nearest good one, with exit code 2.
 - From Python: `parallel3d.compose("tp=2", world_size=4)` ([library.md](library.md)).
 
@@ -131,9 +129,13 @@ def _sections() -> str:
 
 def _megatron_table() -> str:
     rows = [
-        (f"`{flag}`", f"`{all_keys(Config)[name].typed}`", row.differs or "")
+        (
+            ", ".join(f"`{flag}`" for flag in row.flags),
+            f"`{all_keys(Config)[name].typed}`",
+            row.differs or "",
+        )
         for name, row in other_names().items()
-        for flag in row.flags
+        if row.flags
     ]
     return _table(("Megatron-LM flag", "parallel3d key", "note"), rows)
 
