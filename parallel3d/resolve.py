@@ -13,8 +13,8 @@ from parallel3d.blueprint.blueprint import (
     PipelineSettings,
 )
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import flops, layer_costs, layer_kinds, ops_of
 from parallel3d.blueprint.stages import StageWeights, head_cost
+from parallel3d.models.flops import layer_costs, repeated_share
 from parallel3d.models.repeats import Repeats
 from parallel3d.run_config import Config
 from parallel3d.schedules.walk import RankWork
@@ -105,19 +105,12 @@ def stage_weights(config: Config, balances: bool = False) -> StageWeights:
     `balances`: as in `StageWeights`.
     """
     model, given = config.model, config.schedule.layers_per_stage
-    sp, again = config.sp and config.tp > 1, Repeats.of(config.recompute).parts
-    repeated = every = 0.0
-    for kind, count in layer_kinds(model).items():
-        of_kind = model, kind, config.tp, sp, again
-        ops = ops_of(*of_kind, ep=config.ep, settings=config.moe)
-        repeated += count * flops(ops.repeated, model.seq_length)
-        every += count * flops(ops.ops, model.seq_length)
     return StageWeights(
         layer_costs(model),
         head_cost(model),
         config.pp,
         None if given is None else tuple(given),
         balances,
-        repeated / every,
+        repeated_share(model, Repeats.of(config.recompute), config.ep),
         tuple(config.recompute_layers or ()),
     )

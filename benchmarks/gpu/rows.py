@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
+from parallel3d.models.flops import flops_per_token
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config, conf_dir
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from benchmarks.gpu.rows import RandomTokens, Size, model_of, peak_memory_gb, seconds_of
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import layer_flops
 from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
+from parallel3d.models.flops import layer_flops
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run_config import Config

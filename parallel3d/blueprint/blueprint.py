@@ -12,15 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import (
-    ExpertWidths,
-    LayerOps,
-    layer_costs,
-    layer_kinds,
-    ops_of,
-    widths,
-    with_experts,
-)
+from parallel3d.blueprint.ops import ExpertWidths, LayerOps, ops_of, widths, with_experts
 from parallel3d.blueprint.parameters import first_trained, fixed_states, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import (
@@ -30,13 +22,14 @@ from parallel3d.blueprint.stages import (
 )
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
-from parallel3d.models.declared import LayerKind
+from parallel3d.models.declared import LayerKind, layer_kinds
+from parallel3d.models.flops import layer_costs
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import Repeats
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import NAMED_SCHEDULES, Schedule, assignment_of
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, WITHOUT_SPLIT, Schedule, assignment_of
 from parallel3d.schedules.walk import RankWork
 from parallel3d.tensor_parallel.keys import LossConfig
 
@@ -81,6 +74,11 @@ class PipelineSettings:
         if self.overlaps:
             return found.a_forward_ahead()
         return found.with_whole_backwards() if self.whole_backwards else found
+
+    @property
+    def may_split(self) -> bool:
+        """Whether gradients of weights may be computed apart from those of inputs."""
+        return not self.whole_backwards and self.name not in WITHOUT_SPLIT
 
     def why_chosen(self) -> str:
         """Describes the schedule that schedule=auto found, and the next best ones."""

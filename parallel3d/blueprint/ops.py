@@ -11,7 +11,6 @@ Sizes are numbers for one configuration, or numpy arrays for a table of layouts.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -449,36 +448,6 @@ def keys_seen(op: Op, seq_length: Number, every: Number) -> Number:
     return window - window * (window - 1) / (2 * seq_length)
 
 
-def layer_flops(
-    model: ModelConfig, recompute: Collection[str] | None = None, kind: LayerKind | None = None
-) -> float:
-    """Returns the forward FLOPs of a layer per token, over all tensor-parallel ranks.
-
-    With `recompute` it counts only the operations that the backward repeats. `kind` is the kind of
-    the layer, or None for that of the first layer.
-    """
-    ops = _plain(model, LayerKind.of(model, 0) if kind is None else kind)
-    chosen = ops if recompute is None else repeated(ops, recompute)
-    return float(flops(chosen, model.seq_length))
-
-
-def _plain(model: ModelConfig, kind: LayerKind) -> list[Op]:
-    """Returns the operations of a layer without tensor parallelism or recomputation."""
-    return ops_of(model, kind, 1, False, frozenset(), ep=1, settings=ExpertsConfig()).plain
-
-
-def layer_kinds(model: ModelConfig) -> dict[LayerKind, int]:
-    """Returns the number of layers of each kind in the model, with dense kinds first."""
-    counts = Counter(LayerKind.of(model, layer) for layer in range(model.num_layers))
-    return {kind: counts[kind] for kind in sorted(counts, key=lambda kind: kind.experts)}
-
-
-def layer_costs(model: ModelConfig) -> tuple[float, ...]:
-    """Returns `layer_flops` of each layer."""
-    cost = {kind: layer_flops(model, kind=kind) for kind in layer_kinds(model)}
-    return tuple(cost[LayerKind.of(model, layer)] for layer in range(model.num_layers))
-
-
 def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
     """Returns the (elements, fp32 statistics) per token that `ops` keep until the backward."""
     return sum(op.keeps for op in ops), sum(op.statistics for op in ops)
@@ -526,60 +495,3 @@ def cached_ops(w: Widths, parts: frozenset[str]) -> LayerOps:
     ops = layer_ops(w, parts)
     again = repeated(ops, parts)
     return LayerOps(ops, [op for op in ops if op not in again], again, layer_ops(w))
-
-
-class TrainedShares(NamedTuple):
-    """The shares of a model that a run trains; less than 1 with `optim.freeze`.
-
-    Attributes:
-        backward: share of the layers with something to train in them or before them.
-        weights: share of the layers' elements that are trained.
-        embedding: 1 if the embedding's weight is trained, else 0.
-        head: 1 if the head's weight is trained, else 0.
-    """
-
-    backward: float = 1.0
-    weights: float = 1.0
-    embedding: float = 1.0
-    head: float = 1.0
-
-
-ALL_TRAINED = TrainedShares()
-
-# Conventions of the MFU:
-#
-# * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
-#   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not count.
-# * A frozen weight has no gradient, so it counts 4 per token, and 2 in layers before the first
-#   trained weight.
-# * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
-#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
-#   Attention through a window counts only the keys that are seen.
-# * Recomputation never counts: this is model (MFU), not hardware (HFU) utilisation.
-# * Experts count only for the tokens that use them; the router counts for all tokens.
-# * The output head counts `vocab_size` columns, without padding.
-
-
-MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
-FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
-
-LESS_FROZEN = ", less the gradients of what is frozen"
-
-
-def flops_per_token(
-    model: ModelConfig, seq_length: int, shares: TrainedShares = ALL_TRAINED
-) -> float:
-    """Returns the model FLOPs of training on one token of a sample of `seq_length` tokens.
-
-    They include forward and backward, and follow FLOPS_FORMULA and the conventions above.
-    """
-    forward = gemms = 0.0
-    for kind, count in layer_kinds(model).items():
-        ops = _plain(model, kind)
-        forward += count * flops(ops, seq_length, keys=seq_length)  # without the causal mask
-        gemms += count * flops([op for op in ops if op.kind == "gemm"], seq_length)
-    # Attention's backward has four matmuls, two for each matmul of the forward.
-    of_inputs = shares.backward * (2 * forward - gemms)
-    head = 2 * model.hidden_size * model.vocab_size
-    of_head = head * (1 + (shares.backward > 0) + shares.head)
-    return float(forward + of_inputs + shares.weights * gemms + of_head)

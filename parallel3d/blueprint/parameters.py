@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from parallel3d.blueprint.ops import ALL_TRAINED, TrainedShares
 from parallel3d.models import declared
 from parallel3d.models.declared import WORD_EMBEDDING, LayerKind
+from parallel3d.models.flops import ALL_TRAINED, TrainedShares
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.parameters.declaration import FullTensor, placed

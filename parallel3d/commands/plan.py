@@ -20,7 +20,6 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import (
     active_parameter_count,
     parameter_count,
@@ -73,6 +72,7 @@ from parallel3d.estimate.search import (
 from parallel3d.experts.checks import check_expert_parallel
 from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.models.checks import check_model
+from parallel3d.models.flops import flops_per_token
 from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import stage_weights
 from parallel3d.run_config import Config

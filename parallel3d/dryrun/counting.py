@@ -12,19 +12,15 @@ import gc
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import bus_factor
@@ -35,8 +31,6 @@ from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.build import Trainer, groups_of_run
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
-from parallel3d.data.sampler import Sample
-from parallel3d.device import accelerator
 from parallel3d.device.datasheets import DEVICES
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
@@ -45,11 +39,17 @@ from parallel3d.parameters.state import state_of
 from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.messages import SENDS
-from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import TYPE
-from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
-from parallel3d.simulated_device.nccl import BACKEND
+from parallel3d.trace.products import attention_of, product_of
+from parallel3d.trace.world import (
+    COLLECTIVES,
+    Zeros,
+    machine_without_values,
+    names_of,
+    whole_bytes,
+    world_of,
+)
 
 # Achievable fractions of datasheet peaks, which are assumed to be the same for all GPUs. They were
 # measured in a training step of llama_1b on one H100 with micro-batches of 8 in bf16 (docs/gpu.md),
@@ -139,25 +139,6 @@ KINDS = (
     *("activations", "logits", "buffers"),
 )
 OF_KERNELS = ("launches", "bytes", "flops", "seconds")
-ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # number of GEMMs (Dao et al. 2022)
-COLLECTIVES = {  # the simulated device's names → the names that `bus_factor` uses
-    **{op: op for op in ("broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")},
-    # A message counts only at its sender, so a receive counts as a barrier, which has no bytes.
-    **{"allreduce": "all_reduce", "send": "send_recv", "receive": "barrier"},
-}
-aten = torch.ops.aten
-_ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-# FLOPs of operators that torch's FLOP counter does not know: grouped GEMMs, in which each row is
-# multiplied by one matrix only, and GEMMs with fp32 results.
-PRODUCTS: dict[Any, Callable[..., float]] = {
-    torch.ops.parallel3d.grouped_matmul: lambda ends, rows, matrices: (
-        2.0 * rows.shape[0] * matrices.shape[1] * matrices.shape[2]
-    ),
-    torch.ops.parallel3d.add_products: lambda out, ends, a, b: (
-        2.0 * a.shape[0] * a.shape[1] * b.shape[1]
-    ),
-    torch.ops.parallel3d.wide_linear: lambda x, weight: 2.0 * x.numel() * weight.shape[0],
-}
 
 
 class Counts(Counter[tuple[str, str]]):
@@ -177,19 +158,6 @@ class Counts(Counter[tuple[str, str]]):
 
     def sum(self, what: str) -> float:
         return sum(self.of(what).values())
-
-
-def _keys_seen(queries: int, keys: int, causal: bool, window: int | None) -> float:
-    """Returns the mean number of keys that an attention kernel processes per query.
-
-    The last query has the position of the last key. A causal kernel skips the keys after a query.
-    If `window` is not None, each query sees only the last `window` keys up to its position.
-    """
-    if window is None or window > keys:
-        return keys - causal * queries / 2
-    # number of keys that the first query's window lacks at the start of the sequence
-    lacking = max(0, window - 1 - (keys - queries))
-    return window - lacking * (lacking + 1) / (2 * queries)
 
 
 class StepCounter(Observer):
@@ -309,32 +277,19 @@ class StepCounter(Observer):
         if kernel.name in COPIES:
             return OTHER, 0.0, "", 0
         part = part_of_step()
-        if kernel.call is None:
+        if (attention := attention_of(kernel)) is not None:
+            dtype = self.dtypes[attention.dtype]
+            return "attention", attention.flops, dtype, attention.width
+        if (product := product_of(kernel)) is None:
             return part, 0.0, "", 0
-        operator, args, kwargs, out = kernel.call
-        if kernel.name in ATTENTION:
-            q, k = args
-            batch, heads, length, width = q.shape
-            keys = _keys_seen(length, k.shape[-2], **kwargs)
-            flops = 2.0 * ATTENTION[kernel.name] * batch * heads * length * keys * width
-            return "attention", flops, self.dtypes[q.dtype], width
-        packet = operator.overloadpacket
-        if packet in PRODUCTS:
-            return "gemm_layers", PRODUCTS[packet](*args), self.dtypes[args[-1].dtype], 0
-        count = flop_registry.get(_ALIKE.get(packet, packet))
-        if count is None:
-            return part, 0.0, "", 0
-        flops = count(*args, **kwargs, out_val=out)
-        first = next(a for a in args[::-1] if isinstance(a, Tensor))
         # Muon's GEMMs belong to the optimizer.
         kind = {LOSS: "gemm_head", OPTIMIZER: OPTIMIZER}.get(part, "gemm_layers")
-        return kind, flops, self.dtypes.get(first.dtype, ""), 0
+        return kind, product.flops, self.dtypes.get(product.dtype, ""), 0
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
         if self.counting:
             kind, size = self.names.get(group, group.description or "world"), group.size()
-            # `tensor` is the input, whereas `bus_factor` refers to the gathered result.
-            whole = tensor.nbytes * (size if name == "all_gather" else 1)
+            whole = whole_bytes(name, size, tensor)
             self.counts["sent", kind] += whole * bus_factor(COLLECTIVES.get(name, "barrier"), size)
             self.counts["calls", kind] += 1
 
@@ -444,20 +399,6 @@ def caller() -> str:
 MORE = 1  # number of micro-batches beyond a full pipeline that suffices to reach the memory peak
 
 
-class Zeros:
-    """Provides samples that consist of token 0 only, without a mask."""
-
-    masks = False
-
-    def __init__(self, seq_length: int) -> None:
-        self.seq_length = seq_length
-        tokens = np.zeros(seq_length + 1, dtype=np.int64)
-        self._sample = Sample(tokens, np.ones(seq_length, dtype=bool))
-
-    def sample(self, i: int) -> Sample:
-        return self._sample
-
-
 def dry_step(
     config: Config,
     rank: int,
@@ -477,13 +418,11 @@ def dry_step(
         memory_only: whether to return only the facts about memory, which takes at most half the
             time.
     """
-    machine = enable(data="meta", checks_races=False)
-    if machine.data != "meta":
-        raise RuntimeError("this process already has the simulated device, but with values")
+    machine = machine_without_values()
     counter = StepCounter(machine, gpu, config.precision.name == "tf32")
     machine.observers.append(counter)
     try:
-        with _world_of(rank, layout_of(config).world_size) as is_made:
+        with world_of(rank, layout_of(config).world_size) as is_made:
             groups = ProcessGroups.single()
             if is_made:
                 groups = groups_of_run(config, TYPE, placement)
@@ -499,25 +438,6 @@ def dry_step(
         gc.collect()
         machine.collect()
         machine.forget()  # each dry run adds streams, and every wait visits all streams
-
-
-@contextmanager
-def _world_of(rank: int, size: int) -> Iterator[bool]:
-    """Makes this process rank `rank` of a world of `size` ranks, whose other ranks do not exist.
-
-    Yields whether torch.distributed was initialised, which a world of one rank does not need.
-    """
-    device = torch.device(TYPE, 0)  # torch only knows the device's name once it is enabled
-    accelerator.make_current(device)
-    if size == 1:
-        yield False
-        return
-    ranks: dict[str, Any] = {"rank": rank, "world_size": size}
-    dist.init_process_group(BACKEND, store=dist.HashStore(), device_id=device, **ranks)
-    try:
-        yield True
-    finally:
-        dist.destroy_process_group()
 
 
 def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str, Any]:
@@ -567,18 +487,6 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
         },
         "parts": parts,
     }
-
-
-def names_of(groups: ProcessGroups) -> dict[Any, str]:
-    """Returns the names under which a run's communicators are counted.
-
-    If several groups share a communicator, the name of the last of them in `kinds` is used.
-    """
-    of_data = ("dp_cp", "dp", "dp_inner", "dp_outer")
-    kinds = ("world", "embedding", "pp", *of_data, "cp", "tp", "edp", "ep")
-    of_kinds = (getattr(groups, kind) for kind in kinds)
-    # Gradients that are sent to earlier stages count as pp. Without cp, dp_cp is the group dp.
-    return {groups.pp_backward.handle: "pp"} | {group.handle: group.name for group in of_kinds}
 
 
 def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import (
     active_parameter_count,
     parameter_count,
@@ -18,6 +17,7 @@ from parallel3d.blueprint.parameters import (
 )
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.dryrun.counting import dry_step, gpu_of
+from parallel3d.models.flops import flops_per_token
 from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.choose import measure

@@ -20,17 +20,11 @@ from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.dispatch import ALL_TO_ALL, load_of_tokens, share_sent
-from parallel3d.blueprint.ops import (
-    ALL_TRAINED,
-    ExpertWidths,
-    Op,
-    TrainedShares,
-    Widths,
-    layer_ops,
-)
+from parallel3d.blueprint.ops import ExpertWidths, Op, Widths, layer_ops
 from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.estimate.attention_traffic import exposed, sends
 from parallel3d.estimate.rank_layers import RankLayers
+from parallel3d.models.flops import ALL_TRAINED, TrainedShares
 from parallel3d.models.keys import ModelConfig
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, walk

@@ -15,7 +15,7 @@ from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.dispatch import GATHER, largest_load
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout
-from parallel3d.blueprint.ops import layer_costs, widths
+from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
@@ -43,6 +43,7 @@ from parallel3d.estimate.fitted_cost import (
 from parallel3d.estimate.measured_rates import read
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
+from parallel3d.models.flops import layer_costs
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import PARTS, parts_of, spelled
 from parallel3d.resolve import blueprint_of, layout_of

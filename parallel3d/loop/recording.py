@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.build import Trainer
 from parallel3d.data.blend import BlendedSamples
@@ -19,6 +18,7 @@ from parallel3d.loop.hooks import Hook, Run
 from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import length_words
+from parallel3d.models.flops import flops_per_token
 from parallel3d.run.directory import config_files
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult

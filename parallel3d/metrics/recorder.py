@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import FLOPS_FORMULA, LESS_FROZEN, MFU_FORMULA
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.length import Length
 from parallel3d.errors import UserError, first_line
@@ -40,6 +39,7 @@ from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.starts import STARTS, Account, starts_of
+from parallel3d.models.flops import FLOPS_FORMULA, LESS_FROZEN, MFU_FORMULA
 from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config
 

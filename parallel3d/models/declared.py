@@ -8,6 +8,7 @@ the full tensors that it holds, in the order of `Module.named_parameters()`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -92,6 +93,12 @@ class LayerKind(NamedTuple):
             if half is not None
             for name in [of_input] * before + [of_output] * after
         )
+
+
+def layer_kinds(model: ModelConfig) -> dict[LayerKind, int]:
+    """Returns the number of layers of each kind in the model, with dense kinds first."""
+    counts = Counter(LayerKind.of(model, layer) for layer in range(model.num_layers))
+    return {kind: counts[kind] for kind in sorted(counts, key=lambda kind: kind.experts)}
 
 
 def hidden_of(model: ModelConfig) -> Dimension:

@@ -134,7 +134,7 @@ class ActionTimes:
         return 1e-3 * self.begin.elapsed_time(instant)
 
 
-class _Start(torch.autograd.Function):
+class BackwardStart(torch.autograd.Function):
     """Starts a backward from the tensors `ys` with the gradients in the list `grads`.
 
     The list may be filled after the forward. `torch.autograd.backward(ys, grads)` would do the
@@ -151,7 +151,7 @@ class _Start(torch.autograd.Function):
         return None, *ctx.grads
 
 
-class _End(torch.autograd.Function):
+class BackwardEnd(torch.autograd.Function):
     """Ends a backward by appending the gradients of the inputs to the list `grads`.
 
     Autograd keeps its leaves alive, but not the inputs of this node. `anchor` requires a gradient,
@@ -176,9 +176,9 @@ class _Live:
     The inputs and outputs of the stage are not kept.
 
     Attributes:
-        start: the result of `_Start`, from which the backward starts.
+        start: the result of `BackwardStart`, from which the backward starts.
         given: gradients of the outputs, filled just before the backward.
-        grads: gradients of the inputs, which `_End` fills in the backward.
+        grads: gradients of the inputs, which `BackwardEnd` fills in the backward.
     """
 
     start: Tensor
@@ -488,7 +488,7 @@ class Executor:
         if number > 0:
             xs = self._received(Kind.RECV_F, step)
             if trains and self._takes_gradient(number - 1):
-                xs = _End.apply(grads, self.anchor, *xs)
+                xs = BackwardEnd.apply(grads, self.anchor, *xs)
         with self.step_timer.within("data"):
             args = (*batches.take(), loss_scale)
         turns = before_backward is not None and _place(before_backward) == _place(step)
@@ -505,7 +505,7 @@ class Executor:
             with self.step_timer.within("data"):
                 batches.look_ahead()
         if trains:
-            self.live[_place(step)] = _Live(_Start.apply(given, *ys), given, grads)
+            self.live[_place(step)] = _Live(BackwardStart.apply(given, *ys), given, grads)
         if number == self.last_stage:
             return ys[0].detach().double()
         self._hand_off(Kind.SEND_F, step, tuple(y.detach() for y in ys))
@@ -557,7 +557,7 @@ class Executor:
         """Runs W, which computes the deferred weight gradients."""
         queue = self.deferred.pop(_place(step))
         with self._computing("backward", step):
-            self._attempt(step, partial(_run_deferred, queue))
+            self._attempt(step, partial(run_deferred, queue))
 
 
 def _place(action: Action) -> Place:
@@ -570,7 +570,7 @@ def _differentiate(live: _Live, grads: Values) -> None:
         live.start.backward()
 
 
-def _run_deferred(queue: list[DeferredGradient]) -> None:
+def run_deferred(queue: list[DeferredGradient]) -> None:
     queue.reverse()
     while queue:  # popping an element frees its operands right after its computation
         queue.pop()()

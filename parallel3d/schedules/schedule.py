@@ -21,6 +21,7 @@ NAMED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "z
 # Schedules that read messages in the order in which they are sent, so that a receive may come
 # directly before the computation that reads it.
 IN_ORDER = ("gpipe", "1f1b")
+WITHOUT_SPLIT = ("gpipe", "1f1b", "interleaved")  # schedules whose backwards are whole
 
 
 @dataclass(frozen=True)

@@ -253,9 +253,11 @@ def _launch(
     window: int | None,
 ) -> None:
     """Reports the kernel; to observers, all packed sequences look equally long."""
-    q, k = inputs[:2]
+    q = inputs[0]
     count = len(q) if edges is None else len(edges) - 1
-    shapes = ((count, t.shape[-2], math.prod(t.shape[:-2]) // count, t.shape[-1]) for t in (q, k))
+    shapes = (
+        (count, t.shape[-2], math.prod(t.shape[:-2]) // count, t.shape[-1]) for t in inputs[:3]
+    )
     alike = [torch.empty(shape, dtype=q.dtype, device="meta") for shape in shapes]
     given = [*inputs, *(e for e in (edges, key_edges) if e is not None)]
     launch(name, given, outputs, (name, alike, {"causal": causal, "window": window}, None))

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from parallel3d.blueprint.collectives import wire_bytes
-from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import stage_parameters, trained_shares
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.build import Trainer
@@ -25,6 +24,7 @@ from parallel3d.dryrun.counting import Zeros
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
+from parallel3d.models.flops import flops_per_token
 from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config, check_config

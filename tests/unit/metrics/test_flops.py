@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallel3d.blueprint.ops import flops_per_token, layer_costs
 from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
+from parallel3d.models.flops import flops_per_token, layer_costs
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import conf_dir
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.blueprint.ops import layer_flops
 from parallel3d.errors import UserError
+from parallel3d.models.flops import layer_flops
 from parallel3d.models.keys import ModelConfig
-from parallel3d.models.repeats import parts_of
+from parallel3d.models.repeats import Repeats
 from parallel3d.resolve import blueprint_of, stage_weights
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.choose import choose, measure
@@ -100,5 +100,5 @@ def test_recomputed_flops_equal_those_of_dry_runs() -> None:
     )  # fmt: skip
     tera = 32 * 16 * 8192 / 1e12
     for recompute, flops in (("full", 8506), ("selective", 7169), ("[norm,activation]", 6887)):
-        again = tera * layer_flops(model, parts_of(recompute))
+        again = tera * layer_flops(model, repeats=Repeats.of(recompute))
         assert again == pytest.approx(flops - 6887, abs=1)  # both are rounded

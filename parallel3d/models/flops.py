@@ -1,0 +1,172 @@
+"""Counts the FLOPs of a model from the shapes of its weights, by the conventions of the MFU.
+
+A weight with several dimensions costs 2 FLOPs per element and token that uses it. This needs no
+torch, and is the same on every rank, which all divide the layers among the stages by it. Tests
+compare it with the products that a layer runs (`trace`).
+
+Conventions of the MFU:
+
+* Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
+  and token. Norms, softmax, activations, embedding look-ups and the optimizer do not count.
+* A frozen weight has no gradient, so it counts 4 per token, and 2 in layers before the first
+  trained weight.
+* Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
+  2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
+  Attention through a window counts only the keys that are seen.
+* Recomputation never counts: this is model (MFU), not hardware (HFU) utilisation.
+* Experts count only for the tokens that use them; the router counts for all tokens.
+* The output head counts `vocab_size` columns, without padding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from parallel3d.models import declared
+from parallel3d.models.declared import ATTENTION, LayerKind, layer_kinds
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import Repeats
+
+MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
+FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
+
+LESS_FROZEN = ", less the gradients of what is frozen"
+
+
+class TrainedShares(NamedTuple):
+    """The shares of a model that a run trains; less than 1 with `optim.freeze`.
+
+    Attributes:
+        backward: share of the layers with something to train in them or before them.
+        weights: share of the layers' elements that are trained.
+        embedding: 1 if the embedding's weight is trained, else 0.
+        head: 1 if the head's weight is trained, else 0.
+    """
+
+    backward: float = 1.0
+    weights: float = 1.0
+    embedding: float = 1.0
+    head: float = 1.0
+
+
+ALL_TRAINED = TrainedShares()
+
+
+class LayerFlops(NamedTuple):
+    """The forward FLOPs of a layer for one token, over all tensor-parallel ranks.
+
+    Attributes:
+        products: FLOPs of the products with weights.
+        attention: FLOPs of attention for each key that a query sees.
+        window: number of keys that a query sees, or None for all up to its own.
+    """
+
+    products: float
+    attention: float
+    window: int | None = None
+
+    def total(self, seq_length: int, every: float) -> float:
+        """Returns the FLOPs if a query without a window sees `every` keys."""
+        window = self.window
+        seen = every
+        if window is not None and window < seq_length:
+            seen = keys_seen(seq_length, seq_length, True, window)
+        return self.products + self.attention * seen
+
+
+def keys_seen(queries: float, keys: float, causal: bool, window: int | None) -> float:
+    """Returns the mean number of keys that attention processes per query.
+
+    The last query has the position of the last key. With `causal`, the keys after a query are
+    skipped. If `window` is not None, each query sees only the last `window` keys up to its
+    position.
+    """
+    if window is None or window > keys:
+        return keys - causal * queries / 2
+    # number of keys that the first query's window lacks at the start of the sequence
+    lacking = max(0.0, window - 1 - (keys - queries))
+    return window - lacking * (lacking + 1) / (2 * queries)
+
+
+def flops_of(
+    model: ModelConfig, kind: LayerKind, repeats: Repeats | None = None, ep: int = 1
+) -> LayerFlops:
+    """Returns the FLOPs of a layer; with `repeats`, only of what the backward repeats.
+
+    `ep`: number of ranks over which experts are divided, on which the order of a layer depends.
+    """
+    products = 0
+    for name, tensors in declared.layer(model, kind).items():
+        if repeats is None or _is_repeated(model, kind, name, repeats, ep):
+            matrices = [tensor for tensor in tensors if len(tensor.dims) > 1]
+            products += 2 * sum(
+                math.prod(each.shape) * (model.experts_per_token if each.experts else 1)
+                for each in matrices
+            )
+    attends = kind.mixer == ATTENTION and (repeats is None or repeats.mixer)
+    attention = 4 * kind.heads * kind.head_size if attends else 0
+    return LayerFlops(float(products), float(attention), kind.window)
+
+
+def _is_repeated(model: ModelConfig, kind: LayerKind, name: str, repeats: Repeats, ep: int) -> bool:
+    """Returns whether the backward repeats the product with a local parameter.
+
+    A recomputation ends with the input of the last product, unless a norm follows it. A shared
+    expert comes last on a single rank.
+    """
+    last = "mlp.shared.down." if kind.experts else "mlp.down."
+    comes_last = not kind.experts or (ep == 1 and not model.shared_expert_gate)
+    ends = comes_last and name.startswith(last)
+    if repeats.layer:
+        return not ends or kind.norm_position != "before"
+    return repeats.mlp and name.startswith("mlp.") and not ends
+
+
+def layer_flops(
+    model: ModelConfig,
+    kind: LayerKind | None = None,
+    repeats: Repeats | None = None,
+    ep: int = 1,
+) -> float:
+    """Returns the forward FLOPs of a layer per token, over all tensor-parallel ranks.
+
+    A query sees half of the keys. `kind` is the kind of the layer, or None for that of the first
+    layer. With `repeats` only the products that the backward repeats count.
+    """
+    kind = LayerKind.of(model, 0) if kind is None else kind
+    return flops_of(model, kind, repeats, ep).total(model.seq_length, model.seq_length / 2)
+
+
+def layer_costs(model: ModelConfig) -> tuple[float, ...]:
+    """Returns `layer_flops` of each layer."""
+    cost = {kind: layer_flops(model, kind) for kind in layer_kinds(model)}
+    return tuple(cost[LayerKind.of(model, layer)] for layer in range(model.num_layers))
+
+
+def repeated_share(model: ModelConfig, repeats: Repeats, ep: int = 1) -> float:
+    """Returns the share of the layers' forward FLOPs that the backward repeats."""
+    again = every = 0.0
+    for kind, count in layer_kinds(model).items():
+        again += count * layer_flops(model, kind, repeats, ep)
+        every += count * layer_flops(model, kind)
+    return again / every
+
+
+def flops_per_token(
+    model: ModelConfig, seq_length: int, shares: TrainedShares = ALL_TRAINED
+) -> float:
+    """Returns the model FLOPs of training on one token of a sample of `seq_length` tokens.
+
+    They include forward and backward, and follow FLOPS_FORMULA and the conventions above.
+    """
+    forward = products = 0.0
+    for kind, count in layer_kinds(model).items():
+        each = flops_of(model, kind)
+        forward += count * each.total(seq_length, seq_length)  # without the causal mask
+        products += count * each.products
+    # Attention's backward has four matmuls, two for each matmul of the forward.
+    of_inputs = shares.backward * (2 * forward - products)
+    head = 2 * model.hidden_size * model.vocab_size
+    of_head = head * (1 + (shares.backward > 0) + shares.head)
+    return float(forward + of_inputs + shares.weights * products + of_head)

@@ -1,0 +1,359 @@
+"""Runs one layer of a rank on tensors without values, and records what it does.
+
+The layer stands alone in a pipeline stage, on the simulated device, in a world whose other ranks do
+not exist. A recording starts where the stage's layers begin and ends where their result is ready.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel3d.blueprint.blueprint import StageBlueprint
+from parallel3d.build import expert_balance, freeze
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.context_parallel.split import SequenceSplit
+from parallel3d.data.loader import Batches, MicroBatch
+from parallel3d.data_parallel.build import data_parallel_engine
+from parallel3d.data_parallel.pending_gathers import PendingGathers
+from parallel3d.device.precision import compute_dtype, set_matmul_precision
+from parallel3d.models.layer_inputs import LayerInputs
+from parallel3d.models.layers import BuildContext
+from parallel3d.models.rotary import rope_switch
+from parallel3d.models.transformer import TransformerBlock, stages_of_rank
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.state import WeightGradients, state_of
+from parallel3d.pipeline.executor import BackwardEnd, BackwardStart, run_deferred
+from parallel3d.run.keys import LaunchConfig
+from parallel3d.simulated_device.device import TYPE
+from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
+from parallel3d.trace.layer_trace import (
+    SIZES,
+    LayerRecord,
+    LayerTrace,
+    Line,
+    PassRecord,
+    RecordedEvents,
+    highest,
+)
+from parallel3d.trace.products import attention_of, product_of
+from parallel3d.trace.wanted import WantedTrace
+from parallel3d.trace.world import (
+    COLLECTIVES,
+    Zeros,
+    machine_without_values,
+    names_of,
+    whole_bytes,
+    world_of,
+)
+
+
+@dataclass
+class RecordedPass:
+    """What one pass of a layer did, in order.
+
+    Attributes:
+        events: (what, whether in a repeated forward, facts) and numbers of each kernel, collective
+            and wait of the host. The facts do not depend on the number of sequences.
+        moments: bytes that the pass had allocated at each allocation, less those that it had freed.
+        live: the same at its end.
+        left: sizes of the tensors that were allocated in the pass and still exist after it.
+    """
+
+    events: list[tuple[tuple[str, bool, tuple[Any, ...]], tuple[float, ...]]] = field(
+        default_factory=list
+    )
+    moments: list[int] = field(default_factory=list)
+    live: int = 0
+    left: dict[StorageMemory, int] = field(default_factory=dict)
+
+
+class PassRecorder(Observer):
+    """Records the kernels, collectives and memory of a pass while one is running."""
+
+    def __init__(self, machine: SimulatedMachine, names: dict[Any, str]) -> None:
+        self.machine = machine
+        self.names = names
+        self.running: RecordedPass | None = None
+        self.is_backward = False
+
+    @contextmanager
+    def recording(self) -> Iterator[RecordedPass]:
+        """Records a forward, or the deferred gradients of weights."""
+        self.is_backward = False
+        self.running = now = self._new()
+        try:
+            yield now
+            self.machine.collect()
+        finally:
+            self.running = None
+
+    @contextmanager
+    def recording_backward(self, of: Tensor) -> Iterator[RecordedPass]:
+        """Records a backward from when the gradient of the tensor `of` is there."""
+        self.is_backward = True
+        now = self._new()
+
+        def begin(_: Tensor) -> None:
+            self.running = now
+
+        hook = of.register_hook(begin)
+        try:
+            yield now
+            self.machine.collect()
+        finally:
+            hook.remove()
+            self.running = None
+
+    def _new(self) -> RecordedPass:
+        self.machine.collect()
+        return RecordedPass()
+
+    def allocated(self, block: StorageMemory) -> None:
+        if (now := self.running) is not None:
+            now.left[block] = block.nbytes
+            now.live += block.nbytes
+            now.moments.append(now.live)
+
+    def freed(self, block: StorageMemory) -> None:
+        if (now := self.running) is not None:
+            now.left.pop(block, None)
+            now.live -= block.nbytes
+
+    def kernel(self, kernel: Kernel) -> None:
+        if kernel.call is None and kernel.name in COLLECTIVES:
+            return  # `collective` records it
+        if (attention := attention_of(kernel)) is not None:
+            a = attention
+            facts: tuple[Any, ...] = (a.products, a.heads, a.key_heads, a.width, a.value_width)
+            facts += (a.causal, a.window, _name(a.dtype))
+            numbers: tuple[float, ...] = (a.sequences, a.queries, a.keys)
+            self._add("attention", facts, (*numbers, kernel.nbytes))
+        elif (product := product_of(kernel)) is not None:
+            numbers = (product.rows, product.columns, product.inner)
+            self._add("product", (product.groups, _name(product.dtype)), (*numbers, kernel.nbytes))
+        else:
+            self._add("other", (kernel.name, kernel.launches), (kernel.nbytes,))
+
+    def collective(self, name: str, group: Any, tensor: Tensor) -> None:
+        size = group.size()
+        facts = self.names[group], size, COLLECTIVES[name]
+        self._add("sent", facts, (whole_bytes(name, size, tensor),))
+
+    def host_wait(self, why: str) -> None:
+        self._add("wait", (), ())
+
+    def _add(self, what: str, facts: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
+        if (now := self.running) is not None:
+            again = self.is_backward and in_recomputation()
+            now.events.append(((what, again, facts), numbers))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def in_recomputation() -> bool:
+    """Returns whether a checkpoint is repeating a forward; for calls in a backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(CHECKPOINT):
+            return True
+        frame = frame.f_back
+    return False
+
+
+CHECKPOINT = "torch/utils/checkpoint.py"
+
+
+class MeasuredLayer(NamedTuple):
+    """The passes of a layer, in the order of `PASSES`, and the sizes of tensors that it keeps."""
+
+    passes: tuple[RecordedPass, ...]
+    kept: list[int]
+    deferred: list[int]
+
+
+class LayerRun:
+    """Builds a layer of one rank, and runs its passes while `recorder` records them."""
+
+    def __init__(self, wanted: WantedTrace, groups: ProcessGroups, recorder: PassRecorder) -> None:
+        blueprint = wanted.blueprint
+        self.wanted = wanted
+        self.blueprint = blueprint
+        self.groups = groups
+        self.recorder = recorder
+        self.device = torch.device(TYPE, 0)
+        self.dtype = dtype = compute_dtype(blueprint.precision)
+        wide = torch.promote_types(dtype, torch.float32)
+        initializer = Initializer(blueprint.seed, wide, self.device, deferred=True)
+        gathers = PendingGathers()
+        of_layers = groups.tp, groups.cp, groups.ep, None, gathers, None
+        ctx = BuildContext.of_run(blueprint, initializer, *of_layers)
+        layer, recomputed = wanted.layer, int(wanted.recomputed)
+        held = StageBlueprint(range(layer, layer + 1), recomputed, 0, False, False, 0, True)
+        stages = stages_of_rank(blueprint.model, [held], ctx)
+        freeze(stages, blueprint.frozen)
+        (self.stage,) = stages
+        self.gradients = WeightGradients()
+        if wanted.sharded:  # FSDP2 gathers the parameters, and takes each gradient from `.grad`
+            for p in self.stage.parameters():
+                p.data = torch.empty(p.shape, dtype=dtype, device=self.device)
+        else:
+            data = replace(blueprint.data, zero=0)
+            given = initializer, dtype, groups, gathers
+            self.engine = data_parallel_engine(data, stages, [], *given)
+        for parameter in self.stage.parameters():
+            state_of(parameter).weight_gradients = self.gradients
+        self.balance = expert_balance(blueprint, stages, groups)
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+
+    def measured(self, sequences: int) -> MeasuredLayer:
+        """Runs the layer's passes over a micro-batch of this many sequences."""
+        forward, backward, _ = self._run(sequences)
+        kept = [block.nbytes for block in forward.left if block.is_freed]
+        if not self.wanted.defers:
+            return MeasuredLayer((forward, backward, RecordedPass(), RecordedPass()), kept, [])
+        with self.gradients.deferred() as queue:
+            again, inputs, grads = self._run(sequences)
+        waiting = [block for block in (*again.left, *inputs.left) if not block.is_freed]
+        with self.recorder.recording() as weights, torch.no_grad():
+            run_deferred(queue)
+        deferred = [block.nbytes for block in waiting if block.is_freed]
+        del grads  # the gradient of the input is freed only here, so it is not among the deferred
+        return MeasuredLayer((forward, backward, inputs, weights), kept, deferred)
+
+    def _run(self, sequences: int) -> tuple[RecordedPass, RecordedPass, list[Tensor]]:
+        """Runs a forward and a backward; returns both, and the gradient of the layer's input."""
+        stage, records = self.stage, []
+        grads: list[Tensor] = []
+        batch = self._batch(sequences)
+        shape = sequences, self.wanted.tokens, self.blueprint.model.hidden_size
+        x = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if self.wanted.of_inputs:
+            (x,) = BackwardEnd.apply(grads, self.anchor, x)
+        plain = stage._run_blocks
+
+        def recorded(blocks: list[TransformerBlock], x: Tensor, inputs: LayerInputs) -> Tensor:
+            with torch.no_grad():  # the first layer also makes what all layers share
+                plain(blocks, x, inputs)
+            with self.recorder.recording() as record:
+                y = plain(blocks, x, inputs)
+            records.append(record)
+            return y
+
+        stage._run_blocks = recorded
+        try:
+            y = stage(x, *batch, loss_scale=self.anchor)
+        finally:
+            stage._run_blocks = plain
+        del x, batch
+        start = BackwardStart.apply([torch.empty_like(y)], y)
+        with self.recorder.recording_backward(y) as backward:
+            del y
+            start.backward()
+        return records[0], backward, grads
+
+    def _batch(self, sequences: int) -> MicroBatch:
+        blueprint, model = self.blueprint, self.blueprint.model
+        split = None
+        if self.groups.cp.size > 1 or model.sliding_window is not None:
+            split = SequenceSplit.of_run(blueprint, self.groups.cp.index)
+        batches = Batches(
+            Zeros(model.seq_length),
+            sequences,
+            1,
+            self.groups.dp.index,
+            self.device,
+            needs_batch=False,
+            split=split,
+            routes=self.balance is not None and bool(self.balance.routers),
+            measures=any(rope_switch(model, rope) for rope in model.ropes),
+        )
+        batch = batches.micro_batch(0, 0)
+        counted = batch.inputs.balance
+        if self.balance is None or counted is None:
+            return batch
+        routed = torch.zeros((), dtype=torch.float64, device=self.device)
+        scaled = self.balance.scaled(counted, 1.0, sequences, routed)
+        return batch._replace(inputs=replace(batch.inputs, balance=scaled))
+
+
+def record(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
+    """Runs a layer for each wanted trace, and returns what the layers do."""
+    machine = machine_without_values()
+    found: dict[WantedTrace, LayerTrace] = {}
+    collects = gc.isenabled()
+    gc.disable()  # the order of allocations and releases is then that of the references
+    try:
+        for layout in dict.fromkeys(each.blueprint.layout for each in wanted):
+            mine = [each for each in wanted if each.blueprint.layout == layout]
+            with world_of(0, layout.world_size) as is_made:
+                groups = ProcessGroups.single()
+                if is_made:
+                    groups = ProcessGroups.create(layout, TYPE, 60.0, LaunchConfig())
+                recorder = PassRecorder(machine, names_of(groups))
+                machine.observers.append(recorder)
+                try:
+                    for each in mine:
+                        found[each] = _traced(each, groups, recorder)
+                finally:
+                    machine.observers.remove(recorder)
+    finally:
+        if collects:
+            gc.enable()
+        machine.collect()
+        machine.forget()  # each world adds streams, and every wait visits all streams
+    return [found[each] for each in wanted]
+
+
+def _traced(wanted: WantedTrace, groups: ProcessGroups, recorder: PassRecorder) -> LayerTrace:
+    set_matmul_precision(wanted.blueprint.precision)
+    run, sequences = LayerRun(wanted, groups, recorder), wanted.sequences
+    if sequences > 1:
+        measured = {count: run.measured(count) for count in SIZES}
+        try:
+            return LayerTrace({}, _record(*measured.values()))
+        except NotLinear:
+            if sequences in measured:
+                return LayerTrace({sequences: _record(*2 * [measured[sequences]])})
+    one = run.measured(sequences)
+    return LayerTrace({sequences: _record(one, one)})
+
+
+class NotLinear(ValueError):
+    """Means that something else happens with more sequences."""
+
+
+def _record(two: MeasuredLayer, four: MeasuredLayer) -> LayerRecord:
+    passes = (_pass_of(*pair) for pair in zip(two.passes, four.passes, strict=True))
+    return LayerRecord(*passes, _lines(two.kept, four.kept), _lines(two.deferred, four.deferred))
+
+
+def _lines(two: Sequence[float], four: Sequence[float]) -> tuple[Line, ...]:
+    if len(two) != len(four):
+        raise NotLinear(f"{len(two)} numbers and {len(four)}")
+    return tuple(map(Line.through, two, four))
+
+
+def _pass_of(two: RecordedPass, four: RecordedPass) -> PassRecord:
+    """Returns a pass as a function of the number of sequences. May raise NotLinear."""
+    events: Counter[tuple[Any, ...]] = Counter()
+    if [what for what, _ in two.events] != [what for what, _ in four.events]:
+        raise NotLinear("other events")
+    for (what, numbers), (_, more) in zip(two.events, four.events, strict=True):
+        events[*what, _lines(numbers, more)] += 1
+    return PassRecord(
+        tuple(RecordedEvents(count, *event) for event, count in events.items()),
+        highest(_lines(two.moments, four.moments)),
+        Line.through(two.live, four.live),
+    )

@@ -1,0 +1,92 @@
+"""Says what the trace of a layer depends on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.layout import Layout
+from parallel3d.models.declared import LayerKind
+from parallel3d.models.repeats import NOTHING
+
+
+@dataclass(frozen=True, eq=False)
+class WantedTrace:
+    """A layer of one rank whose trace is wanted; those with the same `key` have the same.
+
+    Attributes:
+        blueprint: a run with such a layer, without dimensions that do not change what it does.
+        layer: number of the layer in the model.
+        recomputed: whether the backward repeats a part of its forward.
+        of_inputs: whether its input has a gradient.
+        sharded: whether FSDP2 gathers its parameters.
+        defers: whether the gradients of weights may be deferred.
+        sequences: number of sequences in a micro-batch, which the trace must cover.
+    """
+
+    blueprint: Blueprint
+    layer: int
+    recomputed: bool
+    of_inputs: bool
+    sharded: bool
+    defers: bool
+    sequences: int
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, layer: int, recomputed: bool) -> WantedTrace:
+        """Returns the wanted trace of a layer of a run."""
+        tp, cp, ep = blueprint.layout.tp, blueprint.layout.cp, blueprint.layout.ep
+        dp = ep // math.gcd(ep, tp * cp) if ep else 1
+        return cls(
+            replace(blueprint, layout=Layout(tp=tp, cp=cp, dp=dp, ep=ep)),
+            layer,
+            recomputed and bool(blueprint.layer.repeats),
+            blueprint.first_trained < layer,
+            blueprint.data.zero > 1,
+            blueprint.pipeline.may_split,
+            blueprint.micro_batch_size,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence in this rank's part of the residual stream."""
+        run = self.blueprint
+        return run.local_seq_length // (run.layout.tp if run.sequence_parallel else 1)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest of all that the trace depends on, but for the versions of the software."""
+        run, kind = self.blueprint, LayerKind.of(self.blueprint.model, self.layer)
+        settings = asdict(run.layer)
+        if not self.recomputed:
+            settings |= {"repeats": asdict(NOTHING), "mlp_chunks": 1}
+        if run.layout.cp == 1:
+            settings |= {"cp_style": "", "cp_balance": False}
+        if run.layout.ep <= 1:
+            settings["dispatch"] = ""
+        prefix = f"layers.{self.layer}."
+        facts: dict[str, Any] = {
+            "model": asdict(run.model),
+            "kind": kind,
+            "sizes": (run.layout.tp, run.layout.cp, run.layout.ep, run.local_seq_length),
+            "settings": settings,
+            "precision": run.precision.name,
+            "balance": (run.balance.aux_loss > 0, run.balance.z_loss > 0, run.balance.routing),
+            "frozen": sorted(n.removeprefix(prefix) for n in run.frozen if n.startswith(prefix)),
+            "recomputed": self.recomputed,
+            "of_inputs": self.of_inputs,
+            "sharded": self.sharded,
+            "defers": self.defers,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WantedTrace) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)

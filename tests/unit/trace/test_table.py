@@ -1,0 +1,147 @@
+"""Tests that traces are recorded once, survive on disk, and are recorded anew if they do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.models.keys import ModelConfig
+from parallel3d.resolve import blueprint_of
+from parallel3d.run_config import Config
+from parallel3d.trace.layer_trace import (
+    LayerRecord,
+    LayerTrace,
+    Line,
+    PassRecord,
+    RecordedEvents,
+    highest,
+)
+from parallel3d.trace.table import TraceTable
+from parallel3d.trace.wanted import WantedTrace
+
+
+def wanted(sequences: int = 1, layer: int = 1, recomputed: bool = False, **keys: Any) -> Any:
+    config = Config(model=ModelConfig(num_layers=4, **keys.pop("model", {})))
+    config.micro_batch_size = sequences
+    for key, value in keys.items():
+        setattr(config, key, value)
+    return WantedTrace.of(blueprint_of(config), layer, recomputed)
+
+
+def record_of(size: float) -> LayerRecord:
+    numbers = Line(0, 8), Line(4, 0), Line(4, 0), Line(size, 0)
+    product = RecordedEvents(2, "product", False, (1, "bfloat16"), numbers)
+    empty = PassRecord((), (), Line(0, 0))
+    one = PassRecord((product,), (Line(5, 0),), Line(0, 0))
+    return LayerRecord(one, empty, empty, empty, (Line(1, size),), ())
+
+
+class Recorder:
+    """Records numbers of sequences instead of layers."""
+
+    def __init__(self, is_linear: bool = True) -> None:
+        self.is_linear = is_linear
+        self.asked: list[int] = []
+
+    def __call__(self, wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
+        self.asked += [each.sequences for each in wanted]
+        return [self._trace(each.sequences) for each in wanted]
+
+    def _trace(self, sequences: int) -> LayerTrace:
+        if sequences > 1 and self.is_linear:
+            return LayerTrace({}, record_of(7.0))
+        return LayerTrace({sequences: record_of(sequences)})
+
+
+def test_a_trace_is_recorded_once_for_all_numbers_of_sequences_on_its_line(tmp_path: Path) -> None:
+    recorder = Recorder()
+    table = TraceTable(tmp_path / "traces" / "one.json", recorder)
+    table.traces([wanted(n) for n in (1, 2, 3, 8, 1)])
+    assert sorted(recorder.asked) in ([1, 2], [1, 3], [1, 8])
+    table.traces([wanted(n) for n in (1, 16)])
+    assert len(recorder.asked) == 2
+
+
+def test_without_a_line_each_number_of_sequences_is_recorded(tmp_path: Path) -> None:
+    recorder = Recorder(is_linear=False)
+    (trace, *_) = TraceTable(None, recorder).traces([wanted(n) for n in (1, 2, 3)])
+    assert sorted(recorder.asked) == [1, 2, 3]
+    assert trace.at(3).kept == (10.0,)
+    with pytest.raises(ValueError, match="nothing is recorded for 4"):
+        trace.at(4)
+
+
+def test_another_process_finds_the_same_traces_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "traces" / "one.json"
+    mine = [wanted(n, recomputed=again) for n in (1, 4) for again in (False, True)]
+    made = TraceTable(path, Recorder()).traces(mine)
+    later = Recorder()
+    assert TraceTable(path, later).traces(mine) == made
+    assert later.asked == []
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"KEY": [1, 2]}', '{"KEY": [[[1, [2]]], null]}'])
+def test_damaged_files_are_recorded_anew(content: str, tmp_path: Path) -> None:
+    path, recorder = tmp_path / "one.json", Recorder()
+    path.write_text(content.replace("KEY", wanted().key))
+    TraceTable(path, recorder).traces([wanted()])
+    assert recorder.asked == [1]
+    assert wanted().key in json.loads(path.read_text())
+
+
+def test_files_that_others_may_write_are_not_read(tmp_path: Path) -> None:
+    path, recorder = tmp_path / "one.json", Recorder()
+    TraceTable(path, Recorder()).traces([wanted()])
+    path.chmod(0o666)
+    TraceTable(path, recorder).traces([wanted()])
+    assert recorder.asked == [1]
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (trace,) = TraceTable(tmp_path / "file" / "one.json", Recorder()).traces([wanted()])
+    assert trace.covers(1)
+
+
+DIFFERENT: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"tp": 2, "sp": True},
+    {"cp": 2},
+    {"recompute": "full", "recomputed": True},
+    {"recompute": "attention", "recomputed": True},
+    {"zero": 2},
+    {"layer": 0, "model": {"layer_types": ["sliding", "full"], "sliding_window": 8}},
+    {"model": {"num_experts": 4}},
+]
+SAME: list[dict[str, Any]] = [
+    {"pp": 2},
+    {"dp": 4},
+    {"zero": 1},
+    {"recompute": "full"},
+    {"layer": 3},
+    {"sequences": 3},
+    {"seed": 7},
+]
+
+
+@pytest.mark.parametrize("keys", DIFFERENT, ids=str)
+def test_what_changes_a_layer_is_another_trace(keys: dict[str, Any]) -> None:
+    assert wanted(**keys).key != wanted().key
+
+
+@pytest.mark.parametrize("keys", SAME, ids=str)
+def test_what_does_not_change_a_layer_is_the_same_trace(keys: dict[str, Any]) -> None:
+    assert wanted(**keys).key == wanted().key
+
+
+def test_the_highest_lines_have_the_same_maximum_everywhere() -> None:
+    lines = [Line(a, b) for a in range(-9, 10, 3) for b in range(-2, 3) if a + 4 * b < 11]
+    few = highest(lines)
+    assert len(few) < len(lines)
+    for n in range(2, 40):
+        assert max(line.at(n) for line in few) == max(line.at(n) for line in lines)
+    assert highest([]) == ()
