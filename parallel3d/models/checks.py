@@ -8,6 +8,7 @@ from parallel3d.config.fields import (
     show,
 )
 from parallel3d.errors import UserError, closest, nearest, nearest_multiple
+from parallel3d.models.declared import ATTENTION, MIXERS
 from parallel3d.models.dialect import (
     FULL,
     FULL_NOPE,
@@ -97,12 +98,13 @@ def check_layer_types(model: ModelConfig) -> None:
     """Raises UserError if layer types, sliding window and RoPE bases contradict each other."""
     types, window = model.layer_types, model.sliding_window
     shown = f"model.layer_types={show(list(types))}"
+    allowed = (*LAYER_TYPES, *(name for name in MIXERS if name != ATTENTION))
     for word in types:
-        if word not in LAYER_TYPES:
-            close = nearest(str(word), LAYER_TYPES) or FULL
+        if word not in allowed:
+            close = nearest(str(word), allowed) or FULL
             fixed = [close if other == word else other for other in types]
             raise UserError(
-                f"{shown} must have {', '.join(LAYER_TYPES[:-1])} or {LAYER_TYPES[-1]} for each "
+                f"{shown} must have {', '.join(allowed[:-1])} or {allowed[-1]} for each "
                 f"layer; the nearest is model.layer_types={show(fixed)}."
             )
     words = types[: model.num_layers]

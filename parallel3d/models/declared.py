@@ -57,12 +57,12 @@ class LayerKind(NamedTuple):
     @classmethod
     def of(cls, model: ModelConfig, layer: int) -> LayerKind:
         """Returns the kind of a layer of the model."""
-        attention = model.attention_kind(layer)
+        attention, word = model.attention_kind(layer), model.layer_type(layer)
         return cls(
             EXPERTS if model.has_experts(layer) else DENSE,
             attention.window,
             attention.rope,
-            ATTENTION,
+            word if word in MIXERS else ATTENTION,
             attention.heads,
             attention.kv_heads,
             attention.head_size,
@@ -205,7 +205,24 @@ def experts(model: ModelConfig, _: LayerKind) -> Held:
 
 
 Declare = Callable[[ModelConfig, LayerKind], Held]
-MIXERS: dict[str, Declare] = {ATTENTION: attention}
+
+
+class Mixer(NamedTuple):
+    """What mixes the tokens of a layer.
+
+    Attributes:
+        declare: declares its parameters.
+        module: its class, as "module:class" of the package, imported where a layer is built. It is
+            made of the layer's number and kind, its declared parameters, the model and the context;
+            `transformer.MixerModule` has what the layer calls.
+    """
+
+    declare: Declare
+    module: str
+
+
+# A word of `model.layer_types` that is none of attention's is the name of another mixer.
+MIXERS = {ATTENTION: Mixer(attention, "models.transformer:Attention")}
 MLPS: dict[str, Declare] = {DENSE: dense_mlp, EXPERTS: experts}
 
 
@@ -220,7 +237,7 @@ def layer(model: ModelConfig, kind: LayerKind) -> Held:
     """Declares a layer of a kind, in the order in which its modules run."""
     parts = dict.fromkeys(kind.norms, norm(model))
     if kind.mixer is not None:
-        parts["attention"] = MIXERS[kind.mixer](model, kind)
+        parts["attention"] = MIXERS[kind.mixer].declare(model, kind)
     if kind.mlp is not None:
         parts["mlp"] = MLPS[kind.mlp](model, kind)
     held = Held()

@@ -7,7 +7,7 @@ parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from parallel3d.device.precision import master_dtype
 from parallel3d.models.attention import choose_kernel
 from parallel3d.models.embedding_and_head import Embedding
 from parallel3d.models.keys import ModelConfig
-from parallel3d.models.layer_inputs import LayerInputs
+from parallel3d.models.layer_inputs import LayerInputs, LayerState
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import Positions, rows_read
 from parallel3d.models.transformer import Stage, TransformerBlock
@@ -30,16 +30,6 @@ from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
 
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
-
-
-class LayerState(Protocol):
-    """What a layer keeps of the tokens that it has decoded; its mixer makes it (`decoding`)."""
-
-    def step(self, x: Tensor, first: int, positions: Positions) -> Tensor:
-        """Returns the mixer's output for new tokens (1, n, hidden), the first at place `first`.
-
-        A sequence begins at place 0, which forgets all earlier tokens.
-        """
 
 
 class BlankInitializer(Initializer):

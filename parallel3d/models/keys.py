@@ -192,10 +192,14 @@ class ModelConfig(  # dataclass fields of the last base class come first
         """Returns whether an MLP multiplies by a gate, which has a weight matrix of its own."""
         return self.activation in ("swiglu", "geglu")
 
+    def layer_type(self, layer: int) -> str:
+        """Returns the word of `layer_types` for a layer."""
+        types = self.layer_types or [FULL]
+        return types[layer % len(types)]
+
     def attention_kind(self, layer: int) -> AttentionKind:
         """Returns the kind of a layer's attention."""
-        types = self.layer_types or [FULL]
-        word = types[layer % len(types)]
+        word = self.layer_type(layer)
         slides = word in (SLIDING, SLIDING_NOPE)
         rope = None
         if self.position_embedding == "rope" and word in (FULL, SLIDING):

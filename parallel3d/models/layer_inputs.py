@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -37,3 +38,13 @@ class LayerInputs:
     balance: Balance | None = None
     positions: Positions = field(default_factory=Positions)
     route: TokenRoute | None = None
+
+
+class LayerState(Protocol):
+    """What a layer keeps of the tokens that it has decoded; its mixer makes it."""
+
+    def step(self, x: Tensor, first: int, positions: Positions) -> Tensor:
+        """Returns the mixer's output for new tokens (1, n, hidden), the first at place `first`.
+
+        A sequence begins at place 0, which forgets all earlier tokens.
+        """

@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.key_value_cache import KeyValueCache
 from parallel3d.models.keys import ModelConfig
-from parallel3d.models.layer_inputs import LayerInputs
+from parallel3d.models.layer_inputs import LayerInputs, LayerState
 from parallel3d.models.layers import BuildContext, Norm, QKNorm
 from parallel3d.models.mlp import MLP
 from parallel3d.models.ops import Heads
@@ -139,6 +140,25 @@ class Attention(nn.Module):
         return torch.cat((gather_heads(qk, self.tp)[self.tp.index], v), dim=-1)
 
 
+class MixerModule(Protocol):
+    """What a layer calls of its mixer; `declared.MIXERS` lists the classes."""
+
+    kind: Hashable  # what distinguishes layers of this mixer whose compiled code differs
+
+    def __call__(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
+        """Returns the output for norm(x), which is added to the residual stream."""
+
+    def decoding(self, length: int, like: Tensor) -> LayerState:
+        """Returns the state in which the layer decodes one sequence of up to `length` tokens."""
+
+
+def mixer_class(name: str) -> Callable[..., MixerModule]:
+    """Returns the class of a mixer's modules."""
+    module, _, of = declared.MIXERS[name].module.partition(":")
+    found: Callable[..., MixerModule] = getattr(import_module(f"parallel3d.{module}"), of)
+    return found
+
+
 class TransformerBlock(nn.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -158,7 +178,9 @@ class TransformerBlock(nn.Module):
             return Norm(part_of(held, name), model, ctx) if name in kind.norms else None
 
         self.input_norm = norm("input_norm")
-        self.attention = Attention(layer, kind, part_of(held, "attention"), model, ctx)
+        assert kind.mixer is not None
+        mixer = mixer_class(kind.mixer)
+        self.attention = mixer(layer, kind, part_of(held, "attention"), model, ctx)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp: MLP | MixtureOfExperts
@@ -319,9 +341,10 @@ class Stage(nn.Module):
         self._run_blocks: RunBlocks = _run_blocks
         self._around_graph: Callable[[str], AbstractContextManager[object]] | None = None
         self.tied_table: str | None = None
-        if model.tie_embeddings and (first or last) and not first_and_last_share_rank:
+        tied = any(table.tied for table in declared.head(model)["table"])
+        if tied and (first or last) and not first_and_last_share_rank:
             self.tied_table = "embedding.word.weight" if first else "head.table"
-        uses = 2 if first_and_last_share_rank and model.tie_embeddings else 1
+        uses = 2 if first_and_last_share_rank and tied else 1
         self.embedding = Embedding(model, ctx, uses, self.tied_table is not None) if first else None
         recomputed, without = held.layers[: held.recomputed], replace(ctx, repeats=NOTHING)
         self.layers = nn.ModuleDict(
@@ -332,7 +355,7 @@ class Stage(nn.Module):
         )
         self.head = None
         if last:
-            owner = (first_stage or self).embedding if model.tie_embeddings else None
+            owner = (first_stage or self).embedding if tied else None
             self.head = Head(model, ctx, None if owner is None else owner.word.weight)
         of_init = ctx.init.dtype, ctx.init.device
         # Every stage has a table for each kind of rotary positions in the model.

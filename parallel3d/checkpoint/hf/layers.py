@@ -11,7 +11,7 @@ from typing import Any
 from parallel3d.checkpoint.hf.families import Family
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.errors import UserError
-from parallel3d.models.dialect import FULL, FULL_NOPE, SLIDING, SLIDING_NOPE
+from parallel3d.models.dialect import FULL, FULL_NOPE, LAYER_TYPES, SLIDING, SLIDING_NOPE
 from parallel3d.models.keys import ModelConfig
 from parallel3d.text import count
 
@@ -47,8 +47,7 @@ def pattern_of(words: list[str]) -> list[str]:
 
 def words_of(model: ModelConfig) -> list[str]:
     """Returns the layer type of every layer of the model."""
-    types = model.layer_types or [FULL]
-    return [types[layer % len(types)] for layer in range(model.num_layers)]
+    return [model.layer_type(layer) for layer in range(model.num_layers)]
 
 
 def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict[str, Any]:
@@ -187,7 +186,8 @@ def written_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
 def wanted_layers(model: ModelConfig, family: Family) -> list[tuple[str, Any, tuple[Any, ...]]]:
     """Returns (key, the model's value, allowed values) for our keys of the layer types."""
     windows, words = family.windows, words_of(model)
-    kinds = set(words)
+    kinds, given = set(words), pattern_of(words)
+    words = [word if word in LAYER_TYPES else FULL for word in words]  # no format has other mixers
     found: list[tuple[str, Any, tuple[Any, ...]]] = []
     if windows is None:
         allowed: tuple[Any, ...] = ([],)
@@ -201,7 +201,7 @@ def wanted_layers(model: ModelConfig, family: Family) -> list[tuple[str, Any, tu
         allowed = (pattern_of([full.get(word, word) for word in words]),)
     else:
         allowed = ([], [SLIDING])
-    found.append((TYPES, pattern_of(words), allowed))
+    found.append((TYPES, given, allowed))
     if family.local_base is None and kinds & {SLIDING}:
         found.append(("sliding_rotary_base", model.sliding_rotary_base, (None,)))
     return found

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
 from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
-from parallel3d.models.declared import full_shapes_of, states_of
+from parallel3d.errors import UserError
+from parallel3d.models.declared import ATTENTION, DENSE, LayerKind, full_shapes_of, states_of
 from parallel3d.models.keys import ModelConfig
 
 HEAD, OWN_HEAD = "lm_head.weight", "head.weight"
@@ -16,18 +17,25 @@ ROUTER = "mlp.router"
 EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
 EMBEDDINGS[GPT2] = "transformer.wte.weight"
 LAYER = "model.layers.{}"
-# transformers' module → ours: before the layers, in each layer, and after the layers.
+# transformers' module → ours: before the layers, in the halves of a layer, and after the layers.
+# Without a name here, a mixer cannot be exported.
 _BEFORE = {"model.embed_tokens": "embedding.word"}
-_IN_LAYER = {
-    "self_attn.q_proj": "attention.q",
-    "self_attn.k_proj": "attention.k",
-    "self_attn.v_proj": "attention.v",
-    "self_attn.o_proj": "attention.out",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
+_OF_MIXER: dict[str | None, dict[str, str]] = {
+    ATTENTION: {
+        "self_attn.q_proj": "attention.q",
+        "self_attn.k_proj": "attention.k",
+        "self_attn.v_proj": "attention.v",
+        "self_attn.o_proj": "attention.out",
+        "self_attn.q_norm": "attention.q_norm",
+        "self_attn.k_norm": "attention.k_norm",
+    }
+}
+_OF_MLP: dict[str | None, dict[str, str]] = {
+    DENSE: {
+        "mlp.gate_proj": "mlp.gate",
+        "mlp.up_proj": "mlp.up",
+        "mlp.down_proj": "mlp.down",
+    }
 }
 _AFTER = {"model.norm": "final_norm"}
 _ORDER = (
@@ -88,7 +96,8 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     keep their order, except in GLM-4, which pairs (2i, 2i + 1). A tied head is left out, as in
     transformers.
     """
-    shapes, states, tensors = full_shapes_of(model), states_of(model), []
+    shapes, states = full_shapes_of(model), states_of(model)
+    tensors: list[HFTensor] = []
     turned = (model.head_size, int(model.head_size * model.rotary_percent))
     for theirs, parts, in_layer in _pairs(model, kind):
         if parts[0] not in shapes:
@@ -101,8 +110,14 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
         pairs = turned if FAMILIES[kind].pairs and module in TURNED else None
         wide = parts[0] in states
         tensors.append(HFTensor(theirs, parts, rows, shape, transposed, wide, pairs))
-    if (shape := shapes.get(OWN_HEAD)) is not None:
-        tensors.append(HFTensor(HEAD, (OWN_HEAD,), shape[:1], shape))
+    if OWN_HEAD in shapes:
+        rows = shapes[OWN_HEAD][:1]
+        tensors.append(HFTensor(HEAD, (OWN_HEAD,), rows, shapes[OWN_HEAD]))
+    if unnamed := shapes.keys() - {part for tensor in tensors for part in tensor.parts}:
+        raise UserError(
+            f"{min(unnamed)} has no name in Hugging Face's {FAMILIES[kind].title} format: this "
+            "format does not know a layer of the model"
+        )
     return tensors
 
 
@@ -135,13 +150,17 @@ def is_of_text(key: str) -> bool:
     return key.startswith(TEXT_PREFIXES) or key in TEXT_HEADS
 
 
-def _modules(family: Family) -> dict[str, str]:
-    """Maps transformers' modules of a layer to ours, in our order."""
+def _modules(family: Family, of: LayerKind, experts: int) -> dict[str, str]:
+    """Maps transformers' modules of a kind of layer to ours, in our order."""
+    of_layer = _OF_MIXER.get(of.mixer, {}) | _OF_MLP.get(of.mlp, {})
     joined = {part for parts in family.joined.values() for part in parts.split()}
-    apart = {theirs: ours for theirs, ours in _IN_LAYER.items() if ours not in joined}
+    apart = {theirs: ours for theirs, ours in of_layer.items() if ours not in joined}
     found = {**family.norms, **family.joined, **apart}
     ordered = sorted(found.items(), key=lambda pair: _ORDER.index(pair[1].split()[0]))
-    return {f"{LAYER}.{theirs}": ours for theirs, ours in ordered}
+    modules = {f"{LAYER}.{theirs}": ours for theirs, ours in ordered}
+    if of.experts and family.experts is not None:
+        modules |= modules_of(family.experts, experts)
+    return modules
 
 
 def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
@@ -150,14 +169,16 @@ def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...]
     This includes tensors that the model may lack, such as biases.
     """
     family = FAMILIES[kind]
-    before, in_layer, after = _GPT2 if kind == GPT2 else (_BEFORE, _modules(family), _AFTER)
     names = family.experts
-    if names is not None:
-        in_layer = in_layer | modules_of(names, model.num_experts)
+    before, in_gpt2, after = _GPT2 if kind == GPT2 else (_BEFORE, None, _AFTER)
     for theirs, ours in before.items():
         yield from _tensors_of(theirs, [ours], False)
+    in_layer: dict[LayerKind, dict[str, str]] = {}
     for layer in range(model.num_layers):
-        for theirs, ours in in_layer.items():
+        of = LayerKind.of(model, layer)
+        if of not in in_layer:
+            in_layer[of] = in_gpt2 or _modules(family, of, model.num_experts)
+        for theirs, ours in in_layer[of].items():
             mine = [f"layers.{layer}.{part}" for part in ours.split()]
             if ours != ROUTER:
                 yield from _tensors_of(theirs.format(layer), mine, True)
