@@ -290,8 +290,8 @@ def _group_with(peer: int, groups: ProcessGroups) -> Group:
 
 
 @dataclass(frozen=True)
-class GroupTime:
-    """The time of an operation in one group, and its price.
+class ProbedGroup:
+    """A group in which an operation was timed, with its price.
 
     Attributes:
         dim: the dimension of the group.
@@ -387,21 +387,21 @@ def _probe_groups(
     launch: LaunchConfig,
     price: Price,
     outlier: float,
-) -> tuple[list[GroupTime], list[tuple[GroupTime, float]]]:
+) -> tuple[list[ProbedGroup], list[tuple[ProbedGroup, float]]]:
     """Returns, on every rank, the times of all groups, and the slow groups with their factors."""
     mine = {dim: site for dim, site in sites(groups, device, launch).items() if dim != WORLD}
 
-    def timed(fastest: Seconds) -> list[GroupTime]:
+    def timed(fastest: Seconds) -> list[ProbedGroup]:
         seconds, found = iter(fastest.tolist()), []
         for dim, site in mine.items():
             work, nbytes = work_of(dim), site.whole_bytes(GROUP_BYTES)
             for ranks in where.placement.layout.groups(dim):
                 _, link = where.slowest_link(ranks, chain=site.chain)
                 priced = None if link is None else price(work.name, len(ranks), nbytes, link)
-                found.append(GroupTime(dim, tuple(ranks), work, nbytes, next(seconds), priced))
+                found.append(ProbedGroup(dim, tuple(ranks), work, nbytes, next(seconds), priced))
         return found
 
-    def judged(fastest: Seconds) -> list[tuple[GroupTime, float]]:
+    def judged(fastest: Seconds) -> list[tuple[ProbedGroup, float]]:
         return judge(timed(fastest), outlier, floor_of(device))
 
     layout = where.placement.layout
@@ -435,7 +435,7 @@ def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
     return by_call.cpu().numpy().min(axis=1)
 
 
-def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple[GroupTime, float]]:
+def judge(groups: list[ProbedGroup], outlier: float, floor_s: float) -> list[tuple[ProbedGroup, float]]:
     """Returns the slow groups and the factor by which each of them is slow.
 
     A group is expected to take its price times the median ratio of time to price in its dimension.
@@ -452,7 +452,7 @@ def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple
     return found
 
 
-def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
+def off_the_price(groups: list[ProbedGroup], outlier: float) -> list[str]:
     """Returns a line for each dimension whose median group exceeds `outlier` times its price."""
     return [
         f"{priced[0][0].dim} groups: {priced[0][0].operation.label} of {priced[0][0].nbytes:,} "
@@ -463,7 +463,7 @@ def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
     ]
 
 
-def _by_dim(groups: list[GroupTime]) -> Iterator[tuple[float, list[tuple[GroupTime, float]]]]:
+def _by_dim(groups: list[ProbedGroup]) -> Iterator[tuple[float, list[tuple[ProbedGroup, float]]]]:
     """Yields, for each dimension, the median ratio of time to price, and the priced groups."""
     for dim in dict.fromkeys(group.dim for group in groups):
         priced = [(g, g.priced_s) for g in groups if g.dim == dim and g.priced_s]
