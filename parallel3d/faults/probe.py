@@ -435,7 +435,9 @@ def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
     return by_call.cpu().numpy().min(axis=1)
 
 
-def judge(groups: list[ProbedGroup], outlier: float, floor_s: float) -> list[tuple[ProbedGroup, float]]:
+def judge(
+    groups: list[ProbedGroup], outlier: float, floor_s: float
+) -> list[tuple[ProbedGroup, float]]:
     """Returns the slow groups and the factor by which each of them is slow.
 
     A group is expected to take its price times the median ratio of time to price in its dimension.

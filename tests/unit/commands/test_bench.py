@@ -31,7 +31,7 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.network import ring_time
 from parallel3d.faults.probe import (
     Finding,
-    GroupTime,
+    ProbedGroup,
     findings_in,
     judge,
     off_the_price,
@@ -254,8 +254,8 @@ def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
     assert socket.gethostname() not in sentence
 
 
-def group(dim: str, ranks: tuple[int, ...], seconds: float, priced: float | None) -> GroupTime:
-    return GroupTime(dim, ranks, TimedOperation("all_reduce", "sum"), 1 << 20, seconds, priced)
+def group(dim: str, ranks: tuple[int, ...], seconds: float, priced: float | None) -> ProbedGroup:
+    return ProbedGroup(dim, ranks, TimedOperation("all_reduce", "sum"), 1 << 20, seconds, priced)
 
 
 def test_preflight_compares_each_group_with_its_price() -> None:
