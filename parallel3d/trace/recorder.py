@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,13 +24,15 @@ from parallel3d.build import expert_balance, freeze
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch
-from parallel3d.data_parallel.build import data_parallel_engine
+from parallel3d.data_parallel.build import parameters_of_chunks
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import rope_switch
 from parallel3d.models.transformer import TransformerBlock, stages_of_rank
+from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import WeightGradients, state_of
 from parallel3d.pipeline.executor import BackwardEnd, BackwardStart, run_deferred
@@ -209,9 +212,14 @@ class LayerRun:
             for p in self.stage.parameters():
                 p.data = torch.empty(p.shape, dtype=dtype, device=self.device)
         else:
-            data = replace(blueprint.data, zero=0)
-            given = initializer, dtype, groups, gathers
-            self.engine = data_parallel_engine(data, stages, [], *given)
+            self.engine = BucketedDataParallel(
+                parameters_of_chunks(stages),
+                dtype,
+                partial(copy_groups, groups=groups),
+                0,
+                values=lambda p: torch.empty(p.shape, dtype=wide, device=self.device),
+                gathers=gathers,
+            )
         for parameter in self.stage.parameters():
             state_of(parameter).weight_gradients = self.gradients
         self.balance = expert_balance(blueprint, stages, groups)
@@ -244,8 +252,9 @@ class LayerRun:
         plain = stage._run_blocks
 
         def recorded(blocks: list[TransformerBlock], x: Tensor, inputs: LayerInputs) -> Tensor:
-            with torch.no_grad():  # the first layer also makes what all layers share
-                plain(blocks, x, inputs)
+            if inputs.documents is not None:  # the first layer also makes what all layers share
+                with torch.no_grad():
+                    plain(blocks, x, inputs)
             with self.recorder.recording() as record:
                 y = plain(blocks, x, inputs)
             records.append(record)
@@ -304,6 +313,8 @@ def record(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
                 recorder = PassRecorder(machine, names_of(groups))
                 machine.observers.append(recorder)
                 try:
+                    if not found:  # what a process does only once is no part of a trace
+                        LayerRun(mine[0], groups, recorder).measured(1)
                     for each in mine:
                         found[each] = _traced(each, groups, recorder)
                 finally:

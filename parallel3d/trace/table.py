@@ -1,7 +1,7 @@
 """Remembers traces of layers on disk, and records those that are missing.
 
-A file has the traces of one model, for one content of this package and one version of torch. It is
-read at most once, replaced as a whole, and left out of account if it is damaged or not ours.
+A folder has the traces of one model, for one content of this package and one version of torch, each
+in a file. A file is replaced as a whole; one that is damaged or not ours is left out of account.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.files import is_ours, others_may_write, parse_json, read_bounded, replace_durably
@@ -24,7 +25,8 @@ from parallel3d.trace.layer_trace import LayerTrace
 from parallel3d.trace.wanted import WantedTrace
 from parallel3d.versions import installed
 
-LARGEST = 256 << 20  # bytes of a file that is read
+LARGEST = 1 << 24  # bytes of a file that is read
+UNUSED_S = 30 * 86400.0  # seconds after which the traces of another model or version are removed
 Recorder = Callable[[Sequence[WantedTrace]], list[LayerTrace]]
 
 
@@ -39,15 +41,14 @@ class TraceTable:
     """The traces of one model.
 
     Args:
-        path: the file in which traces are remembered; None: they are not.
+        folder: where traces are remembered; None: they are not.
         recorder: records traces that are not remembered.
     """
 
-    def __init__(self, path: Path | None, recorder: Recorder = record_here) -> None:
-        self.path = path
+    def __init__(self, folder: Path | None, recorder: Recorder = record_here) -> None:
+        self.folder = folder
         self.recorder = recorder
         self.known: dict[str, LayerTrace] = {}
-        self._read: dict[str, Any] | None = None  # traces of the file, as JSON
 
     def traces(self, wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
         """Returns the traces, of which those that are missing are recorded and remembered."""
@@ -72,39 +73,45 @@ class TraceTable:
     def _found(self, key: str) -> LayerTrace:
         """Returns what is known or remembered of a trace."""
         if key not in self.known:
-            if self._read is None:
-                self._read = _read(self.path)
-            self.known[key] = LayerTrace({})
-            with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
-                self.known[key] = LayerTrace.from_json(self._read[key])
+            self.known[key] = _read(self.folder, key)
         return self.known[key]
 
-    def _remember(self, keys: Mapping[str, Any]) -> None:
-        if self.path is None:
+    def _remember(self, keys: Iterable[str]) -> None:
+        if self.folder is None:
             return
-        # Another process may have added traces since this one read the file.
-        content = _read(self.path) | {key: self.known[key].as_json() for key in keys}
         with contextlib.suppress(OSError):  # traces can be recorded again
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_durably(self.path, json.dumps(content, separators=(",", ":")).encode())
+            if not self.folder.is_dir():
+                self.folder.mkdir(mode=0o700, parents=True)
+                _remove_unused(self.folder.parent)
+            for key in keys:
+                content = json.dumps(self.known[key].as_json(), separators=(",", ":"))
+                replace_durably(_path(self.folder, key), content.encode())
 
 
-def _read(path: Path | None) -> dict[str, Any]:
-    """Returns the content of a file of traces; nothing if there is none that can be trusted."""
-    if path is None:
-        return {}
-    try:
-        status = path.lstat()
-        if not is_ours(status, path.parent) or others_may_write(status, path.parent):
-            return {}
-        content = parse_json(read_bounded(path, LARGEST))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"{key}.json"
+
+
+def _read(folder: Path | None, key: str) -> LayerTrace:
+    """Returns a remembered trace; an empty one if there is none that can be trusted."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        if folder is not None:
+            path = _path(folder, key)
+            status = path.lstat()
+            if is_ours(status, folder) and not others_may_write(status, folder):
+                return LayerTrace.from_json(parse_json(read_bounded(path, LARGEST)))
+    return LayerTrace({})
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes the traces of models and versions that were last added to a month ago."""
+    for other in folder.iterdir():
+        if time.time() - other.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def trace_folder() -> Path | None:
-    """Returns the folder of remembered traces; None for a user without a home folder."""
+    """Returns the folder of all remembered traces; None for a user without a home folder."""
     cache = os.environ.get("XDG_CACHE_HOME")
     try:
         base = Path(cache) if cache else Path.home() / ".cache"
@@ -121,7 +128,7 @@ def table_of(model: ModelConfig) -> TraceTable:
 @functools.lru_cache(maxsize=8)
 def _table(digest: str) -> TraceTable:
     folder = trace_folder()
-    return TraceTable(None if folder is None else folder / f"{digest}.json")
+    return TraceTable(None if folder is None else folder / digest)
 
 
 def layer_traces(blueprint: Blueprint) -> dict[LayerKind, tuple[LayerTrace, LayerTrace]]:

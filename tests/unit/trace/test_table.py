@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ class Recorder:
 
 def test_a_trace_is_recorded_once_for_all_numbers_of_sequences_on_its_line(tmp_path: Path) -> None:
     recorder = Recorder()
-    table = TraceTable(tmp_path / "traces" / "one.json", recorder)
+    table = TraceTable(tmp_path / "traces" / "one", recorder)
     table.traces([wanted(n) for n in (1, 2, 3, 8, 1)])
     assert sorted(recorder.asked) in ([1, 2], [1, 3], [1, 8])
     table.traces([wanted(n) for n in (1, 16)])
@@ -76,7 +78,7 @@ def test_without_a_line_each_number_of_sequences_is_recorded(tmp_path: Path) -> 
 
 
 def test_another_process_finds_the_same_traces_on_disk(tmp_path: Path) -> None:
-    path = tmp_path / "traces" / "one.json"
+    path = tmp_path / "traces" / "one"
     mine = [wanted(n, recomputed=again) for n in (1, 4) for again in (False, True)]
     made = TraceTable(path, Recorder()).traces(mine)
     later = Recorder()
@@ -84,27 +86,37 @@ def test_another_process_finds_the_same_traces_on_disk(tmp_path: Path) -> None:
     assert later.asked == []
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"KEY": [1, 2]}', '{"KEY": [[[1, [2]]], null]}'])
+@pytest.mark.parametrize("content", ["", "[1]", "{}", "[[[1, [2]]], null]", "[" * 9999])
 def test_damaged_files_are_recorded_anew(content: str, tmp_path: Path) -> None:
-    path, recorder = tmp_path / "one.json", Recorder()
-    path.write_text(content.replace("KEY", wanted().key))
-    TraceTable(path, recorder).traces([wanted()])
+    path, recorder = tmp_path / f"{wanted().key}.json", Recorder()
+    path.write_text(content)
+    TraceTable(tmp_path, recorder).traces([wanted()])
     assert recorder.asked == [1]
-    assert wanted().key in json.loads(path.read_text())
+    assert len(json.loads(path.read_text())) == 2
 
 
 def test_files_that_others_may_write_are_not_read(tmp_path: Path) -> None:
-    path, recorder = tmp_path / "one.json", Recorder()
-    TraceTable(path, Recorder()).traces([wanted()])
-    path.chmod(0o666)
-    TraceTable(path, recorder).traces([wanted()])
+    recorder = Recorder()
+    TraceTable(tmp_path, Recorder()).traces([wanted()])
+    (tmp_path / f"{wanted().key}.json").chmod(0o666)
+    TraceTable(tmp_path, recorder).traces([wanted()])
     assert recorder.asked == [1]
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (trace,) = TraceTable(tmp_path / "file" / "one.json", Recorder()).traces([wanted()])
+    (trace,) = TraceTable(tmp_path / "file" / "one", Recorder()).traces([wanted()])
     assert trace.covers(1)
+
+
+def test_a_new_folder_removes_those_that_are_unused_for_a_month(tmp_path: Path) -> None:
+    for name, days in (("old", 31), ("recent", 29)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trace.json").write_text("")
+        then = time.time() - days * 86400
+        os.utime(tmp_path / name, (then, then))
+    TraceTable(tmp_path / "new", Recorder()).traces([wanted()])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "recent"]
 
 
 DIFFERENT: list[dict[str, Any]] = [
