@@ -24,7 +24,7 @@ from parallel3d.blueprint.rank import (
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate.attention_traffic import SentCalls, halo_sends, halo_tokens, sends
 from parallel3d.estimate.search import planned
-from parallel3d.models.declared import WORD_EMBEDDING, parameters_of_layers
+from parallel3d.models.declared import WORD_EMBEDDING, heads_of, parameters_of_layers
 from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 
@@ -75,10 +75,9 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
     )
     columns_again, rows_again = split_counts(ops.repeated)
     if rank.blueprint.layer.gather_qk:
-        model, tp = rank.blueprint.model, rank.layout.tp
-        # Number of heads of q and k, including copies of shared key-value heads
-        heads = model.num_attention_heads + max(model.kv_heads, tp)
-        every = rank.tokens * heads * model.head_size * rank.item
+        # Size of all heads of q and k, including copies of shared key-value heads
+        size = sum(rank.layout.tp * dim.local(rank.layout.tp) for dim in heads_of(of.kind))
+        every = rank.tokens * size * rank.item
         twice = recomputed * any(op.name == "attention.qkv" for op in ops.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         back = layers * _has_gradient(gradients, "attention.qkv")

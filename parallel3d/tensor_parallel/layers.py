@@ -312,9 +312,10 @@ class ColumnParallelLinear(ShardedModule):
         self.recomputed = recomputed
         self.sums_shared = sum_partial_gradients and max(tp_replicas.values(), default=1) > 1
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
-        self.register_parameter("bias", None)  # if there is one, it is registered after the weight
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, self.out_features, bias, device, dtype))
+        if "bias" not in self.held:
+            self.register_parameter("bias", None)
 
     def _rows(self, matrix: str, rows: int) -> Dimension:
         size, shared = self.group.size, self.tp_replicas.get(matrix, 1)
@@ -419,9 +420,10 @@ class RowParallelLinear(ShardedModule):
         self.recomputed = recomputed
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.sums_bias = sum_partial_gradients and self.sp is not None
-        self.register_parameter("bias", None)
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, out_features, bias, device, dtype))
+        if "bias" not in self.held:
+            self.register_parameter("bias", None)
 
     @classmethod
     def of(cls, held: Held, **options: Any) -> Self:

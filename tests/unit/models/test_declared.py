@@ -1,0 +1,81 @@
+"""Tests that modules hold what they declare: the same parameters, in the same order, everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallel3d.blueprint.blueprint import StageBlueprint
+from parallel3d.blueprint.parameters import stage_parameters, tensors_by_parameter
+from parallel3d.comm.group import Group
+from parallel3d.models.declared import full_shapes_of, full_tensors, states_of
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layers import BuildContext
+from parallel3d.models.transformer import Stage
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.state import spec_of
+
+SIZES = {
+    "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61,
+    "vocab_multiple": 8,
+}  # fmt: skip
+GPT: dict[str, Any] = {}
+QWEN3: dict[str, Any] = {
+    "norm": "rmsnorm", "position_embedding": "rope", "activation": "swiglu", "qk_norm": True,
+    "attention_bias": "qkv", "tie_embeddings": False, "num_query_groups": 2,
+}  # fmt: skip
+EXPERTS = QWEN3 | {
+    "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": [1],
+    "shared_expert_size": 16, "shared_expert_gate": True, "bias": False, "router_bias": True,
+}  # fmt: skip
+MODELS = {
+    "gpt": GPT,
+    "replicated": GPT | {"embedding": "replicated", "norm_position": "both"},
+    "qwen3": QWEN3,
+    "full norms": QWEN3 | {"qk_norm_width": "full", "norm_position": "after"},
+    "experts": EXPERTS,
+}
+
+
+def stage_of(model: ModelConfig, tp: int, index: int, ep: int) -> Stage:
+    """Returns the whole model as one rank of `tp` holds it, with its experts over `ep` ranks."""
+    group = Group("tp", tuple(range(tp)), index, None)
+    experts = Group("ep", tuple(range(ep)), min(1, ep - 1), None)
+    init = Initializer(1, torch.float32, torch.device("meta"))
+    held = StageBlueprint.plain(range(model.num_layers), first=True, last=True)
+    return Stage(model, held, BuildContext(init, group, sp=tp > 1, ep=experts))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
+def test_a_rank_holds_the_parameters_that_are_declared_in_their_order(
+    keys: dict[str, Any], tp: int
+) -> None:
+    model = ModelConfig(**SIZES | keys)
+    ep, tensors = 4 if model.num_experts else 1, tensors_by_parameter(model)
+    whole = stage_parameters(model, tp, range(model.num_layers), True, True, ep=ep)
+    for index in range(tp):
+        built = list(stage_of(model, tp, index, ep).named_parameters())
+        assert [(p.name, p.numel) for p in whole] == [(n, p.numel()) for n, p in built]
+        for local, (name, parameter) in zip(whole, built, strict=True):
+            spec = spec_of(parameter)
+            assert {shard.name for shard in spec.shards} <= set(tensors[name])
+            assert (local.decays, local.replicated) == (spec.decays, spec.replicated), name
+            assert (local.expert, local.muon) == (spec.is_expert, any(s.muon for s in spec.shards))
+            shared = [s for s in spec.shards if s.tp_replicas > 1]
+            assert local.shared == sum(s.of_local(parameter).numel() for s in shared), name
+
+
+@pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
+def test_matrices_decay_and_muon_takes_those_of_layers_but_no_routers(keys: dict[str, Any]) -> None:
+    model = ModelConfig(**SIZES | keys)
+    shapes, states = full_shapes_of(model), states_of(model)
+    decays = {name for t in full_tensors(model) if t.decays for name in t.names}
+    assert decays == {name for name, shape in shapes.items() if len(shape) == 2}
+    muon = {name for t in full_tensors(model) if t.muon for name in t.names}
+    of_layers = {name for name in decays if name.startswith("layers.")}
+    assert muon == {name for name in of_layers if not name.endswith(".router.weight")}
+    biases = {f"layers.{n}.mlp.router.bias" for n in (0, 2)} if model.router_bias else set()
+    assert states == biases == {t.name for t in full_tensors(model) if t.wide}
