@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,27 @@ def set_of(item: pytest.Item) -> str:
     return "fast" if unit and not item.get_closest_marker("slow") else "default"
 
 
+def may_select(markexpr: str, file: str, rows: Table) -> bool:
+    """Returns whether a file may have tests that `-m` selects, by the sets that the table names.
+
+    A file that the table lacks may have any.
+    """
+    if not markexpr or not rows.get(file):
+        return True
+    for name in rows[file]:
+        unit = file.startswith("tests/unit/")
+        slow = {"fast": (False,), "default": (True,) if unit else (False, True)}
+        for is_slow, is_nightly in product(slow.get(name, (False, True)), (False, True)):
+            marks = {"slow": is_slow, "more": name == "more", "nightly": name == "nightly"}
+            marks["nightly"] |= name == "more" and is_nightly
+            try:
+                if eval(markexpr, {"__builtins__": {}}, marks):
+                    return True
+            except (NameError, SyntaxError):  # another mark, or what pytest itself refuses
+                return True
+    return False
+
+
 class Times:
     """The times of one run's tests.
 
@@ -127,6 +149,15 @@ class Times:
         self.tests: dict[str, tuple[float, float, str]] = {}
         self.now = 0.0  # CPU seconds when the last test ended
         self.pace = pace() if table and cache else 1.0
+        self.known = read()
+
+    def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
+        """Leaves out files that have no test of the chosen set: importing them takes seconds."""
+        root = TABLE.parents[1]
+        if self.table is not None or not collection_path.is_relative_to(root):
+            return None
+        file = str(collection_path.relative_to(root))
+        return None if may_select(config.option.markexpr, file, self.known) else True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.times import LIMIT_S, SETS, complaints, cpu_seconds, files_of_tests, read, write
+from tests.times import (
+    LIMIT_S,
+    SETS,
+    complaints,
+    cpu_seconds,
+    files_of_tests,
+    may_select,
+    read,
+    set_of,
+    write,
+)
 
 # A process that ends before its child, which then works; and one that is waited for.
 ORPHAN = """
@@ -39,6 +49,30 @@ print(found)
 
 def test_the_table_has_every_file_and_the_default_set_takes_six_minutes() -> None:
     assert complaints(read(), files_of_tests()) == []
+
+
+def test_the_table_has_the_sets_of_all_tests_that_run(request: pytest.FixtureRequest) -> None:
+    """Otherwise a set would leave out the file."""
+    rows = read()
+    found = {(item.nodeid.partition("::")[0], set_of(item)) for item in request.session.items}
+    new = sorted({file for file, name in found if name not in rows.get(file, {})})
+    assert new == [], f"measure them: ./launch/test.sh {' '.join(new)} --write-times"
+
+
+def test_a_set_leaves_out_files_without_tests_of_it() -> None:
+    fast, slow, ranks, night = "unit/test_a.py", "unit/test_b.py", "e2e/test_c.py", "unit/test_d.py"
+    names = {fast: ("fast", "more"), slow: ("default",), ranks: ("default",), night: ("nightly",)}
+    rows = {f"tests/{file}": dict.fromkeys(sets, 1.0) for file, sets in names.items()}
+
+    def chosen(markexpr: str) -> set[str]:
+        return {file for file in names if may_select(markexpr, f"tests/{file}", rows)}
+
+    assert chosen("not slow and not nightly and not more") == {fast, ranks}
+    assert chosen("not nightly and not more") == {fast, slow, ranks}
+    assert chosen("nightly and not more") == {night}
+    assert chosen("more") == {fast}
+    assert chosen("") == chosen("first") == {*names}
+    assert may_select("more", "tests/unit/test_new.py", rows)
 
 
 def test_a_file_that_takes_longer_is_named_with_the_sets() -> None:

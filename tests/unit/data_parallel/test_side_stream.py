@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.group import SINGLE
-from parallel3d.data_parallel import comm_hooks, fully_sharded
+from parallel3d.data_parallel import comm_hooks
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
 from parallel3d.data_parallel.reducer import CommHook, GradBucket
 from parallel3d.device import accelerator
@@ -110,7 +110,10 @@ def test_one_stream_for_all_buckets(streams: Streams) -> None:
     assert used[0] is used[1]
 
 
+@pytest.mark.slow
 def test_gradients_summed_over_copies_are_marked_where_they_are_read(streams: Streams) -> None:
+    from parallel3d.data_parallel import fully_sharded  # imports FSDP2, which takes a second
+
     # FSDP2 made them on another stream, and releases them once their addition is queued here.
     marked: list[str] = []
     flat = SimpleNamespace(
