@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel3d.blueprint.dispatch import GATHER, share_sent
+from parallel3d.blueprint.dispatch import GATHER, load_of_tokens, share_sent
 from parallel3d.comm import collectives
 from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.collectives import Work
@@ -65,6 +65,8 @@ class TokenRoute(ABC):
         experts: the number of experts in the layer, which the ranks of `ep` divide into equal
             consecutive parts.
         overlap: lets another micro-batch compute while tokens are in flight; None without one.
+        load: number of rows of this rank's experts, relative to the mean over the ranks of `ep`, if
+            the tensors have no values.
 
     Attributes:
         experts: (n, k) int64, the experts of each token, best first; None before they are chosen.
@@ -74,11 +76,16 @@ class TokenRoute(ABC):
     """
 
     def __init__(
-        self, experts: int, ep: Group = SINGLE, overlap: BatchOverlap | None = None
+        self,
+        experts: int,
+        ep: Group = SINGLE,
+        overlap: BatchOverlap | None = None,
+        load: float = 1.0,
     ) -> None:
         self.local = experts // ep.size
         self.ep = ep
         self.overlap = overlap
+        self.load = load
         self.experts: Tensor | None = None
         self.counts: Tensor | None = None
         self.rows: Rows | None = None
@@ -116,11 +123,13 @@ class TokenRoute(ABC):
         """Returns the results (t, …) to the tokens' ranks, and adds them up there: (n, …)."""
 
 
-def new_route(way: str, experts: int, ep: Group, overlap: BatchOverlap | None) -> TokenRoute:
+def new_route(
+    way: str, experts: int, ep: Group, overlap: BatchOverlap | None, load: float = 1.0
+) -> TokenRoute:
     """Creates a route; `way`: how tokens travel between several ranks, gather or all_to_all."""
     if ep.size == 1:
         return LocalRoute(experts, ep, overlap)
-    return (GatherRoute if way == GATHER else AllToAllRoute)(experts, ep, overlap)
+    return (GatherRoute if way == GATHER else AllToAllRoute)(experts, ep, overlap, load)
 
 
 class LocalRoute(TokenRoute):
@@ -141,7 +150,7 @@ class GatherRoute(TokenRoute):
 
     def _counted(self, experts: Tensor, dtype: torch.dtype) -> PendingRows:
         everyone = _local(collectives.all_gather(experts, self.ep), self.local, self.ep.index)
-        return RowCounts(everyone, self.local, experts.numel())
+        return RowCounts(everyone, self.local, round(self.load * experts.numel()))
 
     def _sent(self, x: Tensor, overlap: BatchOverlap | None) -> Tensor:
         return _Gather.apply(x, self.ep, overlap)
@@ -154,7 +163,7 @@ class AllToAllRoute(TokenRoute):
     """Sends each token once to each rank with experts that it chose."""
 
     def _counted(self, experts: Tensor, dtype: torch.dtype) -> PendingRows:
-        self._exchange = RowExchange(experts, self.local, self.ep)
+        self._exchange = RowExchange(experts, self.local, self.ep, self.load)
         return self._exchange
 
     @property
@@ -201,6 +210,7 @@ class RowExchange:
     Args:
         experts: (n, k), the chosen experts, numbered over all ranks.
         local: the number of experts on each rank.
+        load: as in `TokenRoute`.
 
     Attributes:
         messages: this rank's messages, which `rows` finds.
@@ -208,7 +218,7 @@ class RowExchange:
 
     messages: TokenMessages
 
-    def __init__(self, experts: Tensor, local: int, ep: Group) -> None:
+    def __init__(self, experts: Tensor, local: int, ep: Group, load: float = 1.0) -> None:
         self._experts, self._local, self._ep = experts, local, ep
         ranks = experts.div(local, rounding_mode="floor")
         goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
@@ -222,8 +232,10 @@ class RowExchange:
         both = torch.cat((numbers[:, 0], got[:, 0], self._of_local))
         # a dry run counts as many messages to each rank as there are on average
         share = share_sent(local * ep.size, experts.shape[1], ep.size)
-        balanced = [round(len(experts) * share)] * (2 * ep.size)
-        self._counts = HostCounts(both, [*balanced, *evenly(experts.numel(), local)])
+        given = [round(len(experts) * share)] * ep.size
+        taken = [round(len(experts) * share * load_of_tokens(load, share))] * ep.size
+        rows = evenly(round(load * experts.numel()), local)
+        self._counts = HostCounts(both, [*given, *taken, *rows])
 
     def rows(self) -> Rows:
         counts, ep, count = self._counts.wait(), self._ep, len(self._experts)

@@ -68,6 +68,7 @@ class MixtureOfExperts(nn.Module):
         self.sp = ctx.sequence_parallel
         self.ep = ctx.ep
         self.overlap = ctx.overlap
+        self.load = ctx.load
         self.total = model.num_experts
         self.way = chosen_way(ctx.dispatch, self.total, model.experts_per_token, ctx.ep.size)
         self.router = Router(layer, part_of(held, "router"), model, ctx.init, ctx.routing)
@@ -108,7 +109,7 @@ class MixtureOfExperts(nn.Module):
 
     def new_route(self) -> TokenRoute:
         """Returns a route for the tokens of one forward, on which nothing is decided yet."""
-        return new_route(self.way, self.total, self.ep, self.overlap)
+        return new_route(self.way, self.total, self.ep, self.overlap, self.load)
 
     def of_shared(self, x: Tensor) -> Tensor | None:
         """Returns the shared expert's result, or None if the model has no shared expert."""

@@ -48,6 +48,7 @@ class BuildContext:
     cp_style: str = "gather"
     ep: Group = SINGLE
     dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.route`)
+    load: float = 1.0  # rows of a rank's experts in runs without values, relative to the mean
     routing: str = "model"  # who chooses the experts of a token (`ExpertsConfig.routing`)
     overlap: BatchOverlap | None = None  # overlaps a forward with a backward, unless it is None
     # Stages wait here before they read parameters, and move saved tensors to the host with this.
@@ -82,6 +83,7 @@ class BuildContext:
             cp_style=layer.cp_style,
             ep=ep,
             dispatch=layer.dispatch,
+            load=blueprint.load,
             routing=blueprint.balance.routing,
             overlap=overlap,
             gathers=PendingGathers() if gathers is None else gathers,

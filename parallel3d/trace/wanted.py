@@ -77,6 +77,7 @@ class WantedTrace:
             "settings": settings,
             "precision": run.precision.name,
             "balance": (run.balance.aux_loss > 0, run.balance.z_loss > 0, run.balance.routing),
+            "load": run.load if run.layout.ep > 1 else 1.0,
             "frozen": sorted(n.removeprefix(prefix) for n in run.frozen if n.startswith(prefix)),
             "recomputed": self.recomputed,
             "of_inputs": self.of_inputs,
