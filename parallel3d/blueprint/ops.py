@@ -24,6 +24,7 @@ from parallel3d.blueprint.dispatch import (
     share_sent,
 )
 from parallel3d.experts.keys import ExpertsConfig
+from parallel3d.models import declared
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
 
@@ -142,7 +143,7 @@ def widths(
         norm=NORMS[model.norm],
         norm_before=int(kind.norm_position != "after"),
         norm_after=int(kind.norm_position != "before"),
-        head_norms=int(model.qk_norm),
+        head_norms=int("attention.head_norm.q" in declared.layer(model, kind)),
         full_norms=int(model.qk_norm_width == "full"),
         qkv_bias=int(model.qkv_bias),
         out_bias=int(model.out_bias),
@@ -263,7 +264,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             bias=w.qkv_bias,
             **COLUMN,
         ),
-        Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, norms),
+        Op("attention.head_norm", "norm", qkv, qkv, attention, qkv, norms),
         Op("attention.rotary", "elementwise", qkv, qkv, attention),
         Op(
             *("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
@@ -284,7 +285,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
         # The sum is the next layer's input.
         Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream),
     ]
-    absent = {"attention.qk_norm"} if not w.head_norms else set()
+    absent = {"attention.head_norm"} if not w.head_norms else set()
     absent |= {"input_norm", "mlp_norm"} if not w.norm_before else set()
     absent |= {"attention_output_norm", "mlp_output_norm"} if not w.norm_after else set()
     return [op for op in found if op.name not in absent]

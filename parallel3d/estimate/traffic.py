@@ -85,7 +85,7 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
     if rank.blueprint.model.qk_norm_width == "full":
         # Each token has one statistic for q and one for k.
         sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)
-        twice = recomputed * any(op.name == "attention.qk_norm" for op in ops.repeated)
+        twice = recomputed * any(op.name == "attention.head_norm" for op in ops.repeated)
         twice += layers * _has_gradient(gradients, "attention.out")
         yield Transfer("tp", "all_reduce", sums, layers + twice, "norms of q and k")
     cut = rank.mlp_chunks

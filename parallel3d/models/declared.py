@@ -136,7 +136,7 @@ def heads_of(kind: LayerKind) -> tuple[Dimension, Dimension]:
     )
 
 
-def qk_norm(model: ModelConfig, kind: LayerKind) -> Held:
+def head_norm(model: ModelConfig, kind: LayerKind) -> Held:
     """Declares the norms of q and k, of each head by itself or of all heads as one vector."""
     fill, head, held = 1.0 - offset_of(model), Dimension("head", kind.head_size), Held()
     for part, width in zip("qk", heads_of(kind), strict=True):
@@ -154,7 +154,7 @@ def attention(model: ModelConfig, kind: LayerKind) -> Held:
     matrices = {"q": queries, "k": keys, "v": keys}
     qkv = column_parallel(matrices, hidden, model.init_std, model.qkv_bias)
     out = row_parallel("out", queries, hidden, output_std(model), model.out_bias)
-    norms = placed("qk_norm", qk_norm(model, kind)) if model.qk_norm else {}
+    norms = placed("head_norm", head_norm(model, kind)) if model.qk_norm else {}
     return placed("qkv", qkv) | norms | placed("out", out)
 
 

@@ -16,9 +16,19 @@ from parallel3d.comm.group import Group
 from parallel3d.device.fused import fused, operator, register, registered
 from parallel3d.models.declared import offset_of
 from parallel3d.models.keys import ModelConfig
-from parallel3d.models.layers import BuildContext
+from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.ops import Heads, gain_of, heads_of, rms_norm
 from parallel3d.parameters.declaration import Held
+
+
+def norm_of_heads(
+    held: Held, model: ModelConfig, shape: Heads, ctx: BuildContext
+) -> nn.Module | None:
+    """Returns the norm of q and k that is declared, or None if there is none."""
+    if not held:
+        return None
+    norm = FullQKNorm if model.qk_norm_width == "full" else QKNorm
+    return norm(held, model, shape, ctx)
 
 
 class FullQKNorm(nn.Module):

@@ -32,11 +32,11 @@ from parallel3d.models.declared import LayerKind, heads_of
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
-from parallel3d.models.full_norm import FullQKNorm
+from parallel3d.models.full_norm import norm_of_heads
 from parallel3d.models.key_value_cache import KeyValueCache
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs, LayerState
-from parallel3d.models.layers import BuildContext, Norm, QKNorm
+from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.models.mlp import MLP
 from parallel3d.models.ops import Heads
 from parallel3d.models.repeats import NOTHING
@@ -92,10 +92,7 @@ class Attention(nn.Module):
             ctx.attention_kernel, cp, model.attention_scale, kind.window, rope, dropout
         )
         self.qkv = ColumnParallelLinear.of(part_of(held, "qkv"), **ctx.linear_arguments)
-        self.qk_norm = None
-        if norms := part_of(held, "qk_norm"):
-            norm = FullQKNorm if model.qk_norm_width == "full" else QKNorm
-            self.qk_norm = norm(norms, model, self.shape, ctx)
+        self.head_norm = norm_of_heads(part_of(held, "head_norm"), model, self.shape, ctx)
         self.out = RowParallelLinear.of(part_of(held, "out"), **ctx.linear_arguments)
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
@@ -103,8 +100,8 @@ class Attention(nn.Module):
         return checkpoint_up_to_linear(self.out, self.attend, qkv, inputs, again=again)
 
     def attend(self, qkv: Tensor, inputs: LayerInputs) -> Tensor:
-        if self.qk_norm is not None:
-            qkv = self.qk_norm(qkv)
+        if self.head_norm is not None:
+            qkv = self.head_norm(qkv)
         return causal_attention(qkv, self.shape, inputs, self.options)
 
     @property
@@ -119,8 +116,8 @@ class Attention(nn.Module):
     def cached_heads(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of x by heads, as `KeyValueCache` keeps them."""
         qkv = self.qkv(x)
-        if self.qk_norm is not None:
-            qkv = self.qk_norm(qkv)
+        if self.head_norm is not None:
+            qkv = self.head_norm(qkv)
         return rotated_heads(qkv, self.shape, positions, self.options.rope)
 
     def decoding(self, length: int, like: Tensor) -> KeyValueCache:

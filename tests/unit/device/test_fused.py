@@ -86,7 +86,7 @@ def split_heads(x: Tensor) -> Tensor:
 def norm_heads(x: Tensor) -> Tensor:
     init = Initializer(0, x.dtype, torch.device("cpu"))
     model = ModelConfig(head_dim=HEAD_DIM)
-    held = declared.qk_norm(model, LayerKind.of(model, 0))
+    held = declared.head_norm(model, LayerKind.of(model, 0))
     norm = QKNorm(held, model, (HEADS, KV_HEADS, HEAD_DIM), BuildContext(init, SINGLE, sp=False))
     with torch.no_grad():
         norm.q.copy_(torch.linspace(0.5, 2, HEAD_DIM))

@@ -59,7 +59,7 @@ def test_the_fused_sum_and_norm_equal_separate_ones() -> None:
 def test_norms_of_heads_are_pytorchs_norm_of_each_head() -> None:
     model = ModelConfig(hidden_size=24, num_attention_heads=3, norm_eps=1e-3)
     init = Initializer(0, torch.float64, torch.device("cpu"))
-    held = declared.qk_norm(model, LayerKind.of(model, 0))
+    held = declared.head_norm(model, LayerKind.of(model, 0))
     norm = QKNorm(held, model, (3, 1, 8), BuildContext(init, SINGLE, sp=False))
     qkv, weights = leaf(2, 5, (3 + 2 * 1) * 8), {"q": leaf(8), "k": leaf(8) + 1}
     q, k, v = qkv.unflatten(-1, (5, 8)).split((3, 1, 1), 2)
@@ -79,7 +79,7 @@ def test_a_full_norm_is_pytorchs_norm_of_all_heads() -> None:
         qk_norm_width="full",
     )  # fmt: skip
     init = Initializer(0, torch.float64, torch.device("cpu"))
-    held = declared.qk_norm(model, LayerKind.of(model, 0))
+    held = declared.head_norm(model, LayerKind.of(model, 0))
     norm = FullQKNorm(held, model, (3, 1, 8), BuildContext(init, SINGLE, sp=False))
     qkv, weights = leaf(2, 5, (3 + 2 * 1) * 8), {"q": leaf(24), "k": leaf(8) + 1}
     q, k, v = qkv.split((24, 8, 8), 2)
@@ -106,7 +106,7 @@ def test_zero_centred_norms_multiply_by_one_plus_the_weight() -> None:
         found = []
         for config, offset in ((model, 1.0), (centred, 0.0)):
             init = Initializer(0, torch.float64, torch.device("cpu"))
-            held = declared.qk_norm(config, LayerKind.of(config, 0))
+            held = declared.head_norm(config, LayerKind.of(config, 0))
             norm = kind(held, config, (3, 1, 8), BuildContext(init, SINGLE, sp=False))
             assert float(norm.q.detach()[0]) == offset
             with torch.no_grad():
