@@ -61,7 +61,7 @@ def test_tokens_are_those_of_transformers_on_that_date(
     tokenizer = open_tokenizer(str(home(tmp_path, DATED[name] + TURNS)))
     asked = {**row(TALKS[1]), "chat_template_kwargs": more}
     found = Reader(tokenizer, ChatTemplate(tokenizer, "2031-02-03T04:05")).read(asked)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     with patch.object(chat_template_utils, "datetime", Stopped):
         expected = theirs.apply_chat_template(asked["messages"], return_dict=True, **more)
     assert found.tokens.tolist() == expected["input_ids"]

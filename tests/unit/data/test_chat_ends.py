@@ -84,7 +84,7 @@ def learned(path: Path, template: str, messages: list[Any], stops: Any = STOPS) 
     reader, tokenizer = made(path, template, stops)
     found = reader.read({"messages": messages})
     kept = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
-    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     ids = theirs.apply_chat_template(kept, return_dict=True)["input_ids"]
     assert found.tokens.tolist()[: len(ids)] == ids
     assert len(found.tokens) <= len(ids) + 1

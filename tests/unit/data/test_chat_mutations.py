@@ -26,7 +26,7 @@ Learned = tuple[tuple[int, bool], ...]
 def expected(folder: Path) -> Counter[Learned]:
     """Returns, for each conversation, its tokens, and whether each is learned, by transformers
     alone."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     made = [
         tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=True

@@ -168,7 +168,7 @@ class Peer:
     """Returns transformers' tokens and learned tokens of rows."""
 
     def __init__(self, path: Path) -> None:
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
 
     def tokens(self, row: dict[str, Any], template: str) -> list[int]:
         return self.tokenizer.apply_chat_template(
@@ -390,7 +390,7 @@ def test_a_template_gets_the_same_variables_as_in_transformers(tmp_path: Path) -
     config = {"eos_token": END, "sep_token": TURN, "chat_template": template}
     path = folder(tmp_path, made("byte_level", True), **config)
     tools = [{"type": "function", "function": {"name": "é", "description": "<b>"}}]
-    ours, peer = reader(path), transformers.AutoTokenizer.from_pretrained(path)
+    ours, peer = reader(path), transformers.PreTrainedTokenizerFast.from_pretrained(path)
     for more in ({}, {"thinking": "t"}, {"reasoning": "r", "thinking": None}, {"name": None}):
         answer = {"role": "assistant", "content": "a", **more}
         row = {"messages": [{"role": "user", "content": "q"}, answer], "tools": tools}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import json
 import math
@@ -10,7 +11,9 @@ import os
 import re
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -19,8 +22,10 @@ from rich.text import Text
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.errors import UserError
+from parallel3d.metrics import recorder as recorder_module
 from parallel3d.metrics.jsonl import STEP, rows_of
 from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import make_console
 from parallel3d.models.keys import ModelConfig
@@ -30,6 +35,13 @@ from tests.tools.failing_files import FailingFiles, Fault
 
 STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
 PEAK = Peak(1e9, "a datasheet")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _git_is_asked_once() -> Iterator[None]:
+    """Each recorder asks git for the commit, which takes longer than all else in these tests."""
+    with patch.object(recorder_module, "provenance", functools.cache(provenance)):
+        yield
 
 
 def make_config(steps: int = 20) -> Config:
