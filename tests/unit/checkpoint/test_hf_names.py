@@ -253,6 +253,7 @@ def test_other_names_of_the_number_of_experts_go_first() -> None:
     assert from_hf(to_hf(MIXTRAL, "fp32") | {"num_experts": 16})[1]["num_experts"] == 16
 
 
+@pytest.mark.slow
 def test_names_of_very_many_experts_take_linear_time() -> None:
     """A quadratic loop over 46,000 names would take minutes."""
     model = replace(DOTS1, num_layers=60, num_experts=256)

@@ -140,6 +140,7 @@ def test_a_batch_that_no_size_of_now_divides_is_not_changed() -> None:
         check_config(found, own_samples=True)
 
 
+@pytest.mark.slow
 def test_a_layout_that_fits_nothing_is_known_to_after_few_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -28,6 +28,7 @@ def composer() -> fuzz.Composer:
     return fuzz.Composer()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -36,7 +36,7 @@ def test_permutation_of_huge_ranges_stays_in_range_without_repeats(n: int) -> No
     assert max(images) > n // 2 > min(images)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 12, 100])
+@pytest.mark.parametrize("n", [2, 3, 5, 12, 40])
 def test_permutation_sends_a_window_anywhere_with_equal_chance(n: int) -> None:
     draws = 200 * n
     counts = Counter(permuted(n // 2, n, key(seed)) for seed in range(draws))

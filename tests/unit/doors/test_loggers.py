@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,31 +170,32 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
         (None, config_of(lr=1e-4), 1, True),
     ],
 )
-@pytest.mark.parametrize("id", ["abc", "llama-8b-v2", "a-20260101_000000-b"])
-@pytest.mark.parametrize("killed", [False, True])
 def test_rows_that_a_changed_resume_replaces(
     tmp_path: Path,
     tool: Tool,
-    id: str,
-    killed: bool,
     before: RowPosition | None,
     now: Config,
     first: int,
     continues: bool,
 ) -> None:
-    run_dir = tmp_path / "a"
-    session(run_dir, config_of(), before, id=id, killed=killed)
-    tool({"a": [RUN] if before is None else [RUN, record(*before)]})
-    begun = begin(run_dir, first, decisive(now), {})
-    assert kept_id(run_dir) == begun.id
-    if continues:
-        assert begun == (id, before, now.optim.lr != 1e-3 or now.seed != config_of().seed, ())
-        return
-    assert begun.id != id and begun.last is None
-    (line,) = begun.lines
-    steps = f"steps {first} to 246 of the run {id} are" if first < 246 else "step 246 of the run"
-    assert steps in line and line.endswith(f"a new W&B run, {begun.id}")
-    assert begin(run_dir, 1, decisive(now), {}).id == begun.id
+    for id, killed in product(("abc", "llama-8b-v2", "a-20260101_000000-b"), (False, True)):
+        folder = tmp_path / f"{id}-{killed}"
+        run_dir = folder / "a"
+        session(run_dir, config_of(), before, id=id, killed=killed)
+        tool({str(run_dir): [RUN] if before is None else [RUN, record(*before)]})
+        begun = begin(run_dir, first, decisive(now), {})
+        assert kept_id(run_dir) == begun.id
+        if continues:
+            is_noted = now.optim.lr != 1e-3 or now.seed != config_of().seed
+            assert begun == (id, before, is_noted, ()), (id, killed)
+            continue
+        assert begun.id != id and begun.last is None, (id, killed)
+        (line,) = begun.lines
+        steps = (
+            "step 246 of the run" if first == 246 else f"steps {first} to 246 of the run {id} are"
+        )
+        assert steps in line and line.endswith(f"a new W&B run, {begun.id}"), (id, killed)
+        assert begin(run_dir, 1, decisive(now), {}).id == begun.id, (id, killed)
 
 
 def test_keys_changed_and_restored_keep_earlier_rows(tmp_path: Path, tool: Tool) -> None:

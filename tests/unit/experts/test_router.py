@@ -184,6 +184,7 @@ def test_the_weights_alone_give_the_router_a_gradient() -> None:
     assert router.weight.grad is not None and router.weight.grad.abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_auxiliary_loss_is_that_of_transformers_by_experts_per_token() -> None:
     """Frequencies sum to the number of experts per token there, and to 1 here."""
     os.environ["HF_HUB_OFFLINE"] = "1"

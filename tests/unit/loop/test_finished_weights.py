@@ -21,6 +21,7 @@ MIXTURE = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -98,6 +98,7 @@ def test_many_layers_without_a_period_train_compiled() -> None:
     assert len(traced) <= 8  # not one for each of 80 layers
 
 
+@pytest.mark.slow
 def test_stages_of_one_rank_that_begin_anywhere_in_a_pattern_raise_dynamos_limit() -> None:
     model = replace(MODEL, num_layers=40, layer_types=GEMMA, sliding_window=5)
     context = BuildContext(Initializer(5, torch.float32, torch.device("meta")), SINGLE, sp=False)

@@ -137,6 +137,7 @@ def test_the_picture_frames_the_group_of_experts() -> None:
     assert any("its expert group (ep=8)" in (e.text or "") for e in root.iter())
 
 
+@pytest.mark.slow
 def test_a_report_of_experts_has_their_groups_and_is_json() -> None:
     words = ("model=qwen3_30b_a3b", "dp=8", "pp=2", "ep=8", "micro_batch_size=1")
     config = compose("cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=64", *words)

@@ -130,6 +130,7 @@ def test_ranks_follow_the_order_even_if_hosts_come_shuffled(placement: str) -> N
         assert process == Process(f"h{slot // 2 + 1}", slot % 2)
 
 
+@pytest.mark.slow
 def test_launch_rank_0_is_rank_0_on_any_host() -> None:
     for hosts in itertools.permutations(["h1", "h2", "h3", "h4"]):
         placed = place_processes(
