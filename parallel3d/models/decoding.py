@@ -70,6 +70,7 @@ class Decoder:
         self.states: dict[str, LayerState] = {
             name: block.attention.decoding(self.window, example)
             for name, block in stage.blocks.items()
+            if block.attention is not None
         }
         self.start = 0  # index of the window's first token
         self.cached = 0  # number of tokens in the states, beginning at `start`
@@ -99,7 +100,7 @@ class Decoder:
             self._exchange(dist.irecv, x, -1)
         positions = self._positions(self.cached, len(window))
         for name, block in self.stage.blocks.items():
-            x = self._block(block, self.states[name], x, positions)
+            x = self._block(block, self.states.get(name), x, positions)
         self.cached = len(window)
         if self.stage.head is None:
             self._exchange(dist.isend, x.contiguous(), 1)
@@ -134,11 +135,14 @@ class Decoder:
         return Positions(tuple(rotary), None if temperature is None else temperature[first:end])
 
     def _block(
-        self, block: TransformerBlock, state: LayerState, x: Tensor, positions: Positions
+        self, block: TransformerBlock, state: LayerState | None, x: Tensor, positions: Positions
     ) -> Tensor:
         inputs = block.with_route(LayerInputs())
-        normed = x if block.input_norm is None else block.input_norm(x)
-        x = x + block.added_by_attention(state.step(normed, self.cached, positions), inputs)
+        if state is not None:
+            normed = x if block.input_norm is None else block.input_norm(x)
+            x = x + block.added_by_attention(state.step(normed, self.cached, positions), inputs)
+        if block.mlp is None:
+            return x
         normed = x if block.mlp_norm is None else block.mlp_norm(x)
         y = block.mlp(normed, nn.Identity(), inputs)
         return x + block.added_by_mlp(y, inputs)

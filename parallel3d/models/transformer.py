@@ -159,6 +159,7 @@ def mixer_class(name: str) -> Callable[..., MixerModule]:
 class TransformerBlock(nn.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)).
 
+    Another mixer may take the place of attention, and either half may be absent.
     `model.norm_position` may move the norms, as in x + norm(attention(x)), or place norms both
     before and after attention and MLP.
     """
@@ -175,15 +176,16 @@ class TransformerBlock(nn.Module):
             return Norm(part_of(held, name), model, ctx) if name in kind.norms else None
 
         self.input_norm = norm("input_norm")
-        assert kind.mixer is not None
-        mixer = mixer_class(kind.mixer)
-        self.attention = mixer(layer, kind, part_of(held, "attention"), model, ctx)
+        self.attention: MixerModule | None = None
+        if kind.mixer is not None:
+            mixer = mixer_class(kind.mixer)
+            self.attention = mixer(layer, kind, part_of(held, "attention"), model, ctx)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp: MLP | MixtureOfExperts
+        self.mlp: MLP | MixtureOfExperts | None = None
         if kind.experts:
             self.mlp = MixtureOfExperts(layer, part_of(held, "mlp"), model, ctx)
-        else:
+        elif kind.mlp is not None:
             self.mlp = MLP(part_of(held, "mlp"), model, ctx)
         self.mlp_output_norm = norm("mlp_output_norm")
         self.residual_scale = model.residual_scale
@@ -218,13 +220,16 @@ class TransformerBlock(nn.Module):
     def layer(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         x, attended = self._run_attention(self, x, inputs)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
+        if self.mlp is None:
+            return x
         return x + self.added_by_mlp(self.mlp(x, norm, inputs), inputs)
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
         """Returns what distinguishes blocks whose compiled code differs: first their attention."""
-        attention, experts = self.attention, isinstance(self.mlp, MixtureOfExperts)
-        return attention.kind, experts, self.repeats
+        mixer = None if self.attention is None else self.attention.kind
+        experts = isinstance(self.mlp, MixtureOfExperts)
+        return mixer, self.mlp is None, experts, self.repeats
 
     def added_by_attention(self, y: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns attention's output `y` after its norm, dropout and scaling, to be added to x."""
@@ -240,12 +245,14 @@ class TransformerBlock(nn.Module):
     def _scaled(self, y: Tensor) -> Tensor:
         return y if self.residual_scale == 1.0 else y * self.residual_scale
 
-    def attended(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
-        """Returns x, and the output of attention that is to be added to it.
+    def attended(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        """Returns x, and the output of attention that is to be added to it, or None without one.
 
         The caller must use the returned x: with a fused norm it is a result of the norm's kernel,
         whose backward adds the gradients of both of its results.
         """
+        if self.attention is None:
+            return x, None
         x, norm = self._sum_and_norm(x, None, self.input_norm)
         return x, self.added_by_attention(self.attention(x, norm, inputs), inputs)
 
@@ -284,7 +291,7 @@ def graph_size(kinds: Sequence[Hashable], pattern: Sequence[Hashable]) -> int:
 
 RunBlock = Callable[[TransformerBlock, Tensor, LayerInputs], Tensor]
 RunBlocks = Callable[[list[TransformerBlock], Tensor, LayerInputs], Tensor]
-RunAttention = Callable[[TransformerBlock, Tensor, LayerInputs], tuple[Tensor, Tensor]]
+RunAttention = Callable[[TransformerBlock, Tensor, LayerInputs], tuple[Tensor, Tensor | None]]
 
 
 def _run_blocks(blocks: list[TransformerBlock], x: Tensor, inputs: LayerInputs) -> Tensor:

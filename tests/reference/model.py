@@ -125,6 +125,7 @@ PLAIN: Mapping[str, Any] = {
     "rope_scaling": "llama3",
     "query_temperature": 0.0,
     "sliding_heads": None,
+    "absent": (),
 }
 
 
@@ -353,6 +354,13 @@ def has_experts(shape: ModelShape, layer: int) -> bool:
     return getattr(shape, "num_experts", 0) > 0 and layer not in shape.dense_layers
 
 
+# Half of a layer → its norms.
+NORMS_OF = {
+    "attention": ("input_norm", "attention_output_norm"),
+    "mlp": ("mlp_norm", "mlp_output_norm"),
+}
+
+
 class Block(nn.Module):
     """A transformer layer, with norms before attention and MLP, after them, or both."""
 
@@ -371,15 +379,23 @@ class Block(nn.Module):
         words = option(shape, "layer_types") or ["full"]
         self.attention = Attention(shape, words[number % len(words)])
         self.mlp = Experts(shape) if has_experts(shape, number) else MLP(shape)
+        absent = dict(option(shape, "absent")).get(number)  # a half of the layer
+        for name in (absent, *NORMS_OF[absent]) if absent is not None else ():
+            if hasattr(self, name):
+                delattr(self, name)
 
     def forward(
         self, x: Tensor, drop: Dropping, packing: Packing, routed: dict[int, Routing]
     ) -> Tensor:
         """Records the choice of its experts in `routed`, if it has any."""
         name = f"layers.{self.number}"
-        attended = self.attention(self.normed("input_norm", x), drop, f"{name}.attention", packing)
-        attended = drop(self.normed("attention_output_norm", attended), f"{name}.attention")
-        x = x + self.residual_scale * attended
+        if hasattr(self, "attention"):
+            given = self.normed("input_norm", x)
+            attended = self.attention(given, drop, f"{name}.attention", packing)
+            attended = drop(self.normed("attention_output_norm", attended), f"{name}.attention")
+            x = x + self.residual_scale * attended
+        if not hasattr(self, "mlp"):
+            return x
         changed = self.mlp(self.normed("mlp_norm", x))
         if isinstance(self.mlp, Experts):
             changed, routed[self.number] = changed

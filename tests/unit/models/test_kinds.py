@@ -1,11 +1,13 @@
-"""Tests that each kind of layer has its own heads: in shapes, in stages and in the decoder.
+"""Tests that each kind of layer has its own heads, in shapes, in stages and in the decoder, and
+that a half of a layer may be absent.
 
-Each test also plants the bug that uses the heads of the first kind for all.
+Each test of heads also plants the bug that uses the heads of the first kind for all.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ from parallel3d.blueprint import parameters
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.comm.group import Group
 from parallel3d.models import declared
+from parallel3d.models.declared import LayerKind
+from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.state import spec_of
 from tests.distributed.cases import TwoKinds
 from tests.distributed.seams import Seam, planted
 from tests.reference.model import ReferenceModel
+from tests.reference.train import build
 from tests.unit.commands.test_generate import decoder_of, whole_forward
 
 MODEL = TwoKinds(
@@ -91,3 +97,37 @@ def test_heads_of_the_first_kind_show_where_all_layers_have_them(place: str) -> 
     agree()
     with bug(), pytest.raises((AssertionError, RuntimeError)):
         agree()
+
+
+class Halves(ModelConfig):
+    """A model with a layer without an MLP, and one without attention."""
+
+    absent: ClassVar = ((0, "mlp"), (1, "attention"))
+
+
+@pytest.mark.parametrize("place", ["before", "after", "both"])
+def test_a_half_of_a_layer_may_be_absent(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = LayerKind.of
+
+    def of(model: ModelConfig, layer: int) -> LayerKind:
+        halves = {"mlp": "mlp", "attention": "mixer"}
+        return sound(model, layer)._replace(
+            **{halves[half]: None for number, half in Halves.absent if number == layer}
+        )
+
+    monkeypatch.setattr(LayerKind, "of", staticmethod(of))
+    keys = {f.name: getattr(MODEL, f.name) for f in fields(ModelConfig)}
+    model = Halves(**keys | {"norm_position": place, "layer_types": [], "sliding_window": None})
+    decoder, stage = decoder_of(model)
+    weights = {shard.name: shard.of_local(p.detach()) for p in stage.parameters()
+               for shard in spec_of(p).shards}  # fmt: skip
+    reference = build(model, weights, torch.float64)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    theirs = reference(torch.tensor([tokens]))[0, -1]
+    for length in range(2, len(tokens) + 1):
+        logits = decoder.logits(tokens[:length])
+    assert logits is not None
+    torch.testing.assert_close(logits, theirs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(whole_forward(stage, tokens), theirs, rtol=1e-9, atol=1e-9)
+    held = parameters.stage_parameters(model, 1, range(3), True, True)
+    assert [p.name for p in held] == [name for name, _ in stage.named_parameters()]
