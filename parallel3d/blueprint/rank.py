@@ -12,10 +12,10 @@ from parallel3d.blueprint.buckets import (
     assign,
     padded_numel,
 )
-from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.parameters import TABLES, LocalParameter, stage_parameters
 from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
-from parallel3d.models.declared import LayerKind
+from parallel3d.models.declared import LayerKind, heads_of
+from parallel3d.models.products import Gradients, gradients_of
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
@@ -32,18 +32,6 @@ class LayersOfKind(NamedTuple):
     kind: LayerKind
     layers: int
     recomputed: int
-
-
-class Gradients(NamedTuple):
-    """The gradients that the backward of a layer computes, as names of GEMMs (`Op.name`).
-
-    Attributes:
-        inputs: GEMMs whose input has a gradient.
-        weights: GEMMs whose weight has a gradient.
-    """
-
-    inputs: frozenset[str]
-    weights: frozenset[str]
 
 
 class PipelineRank:
@@ -112,9 +100,10 @@ class PipelineRank:
     @cached_property
     def head_groups(self) -> int:
         """Number of sets of key-value heads; context parallelism gathers one set at a time."""
-        w = widths(self.blueprint.model, self.layout.tp)
-        of_head = 2 * self.tokens * self.blueprint.model.head_size * self.item
-        return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
+        kind = LayerKind.of(self.blueprint.model, 0)
+        _, keys = (dim.local(self.layout.tp) for dim in heads_of(kind))
+        heads, of_head = keys // kind.head_size, 2 * self.tokens * kind.head_size * self.item
+        return heads // heads_at_once(heads, of_head)
 
     def kinds_of(self, stage: StageBlueprint) -> list[LayersOfKind]:
         """Groups the layers of a stage by kind."""
@@ -144,31 +133,15 @@ class PipelineRank:
 
     def all_gradients(self, kind: LayerKind) -> Gradients:
         """Returns the gradients of a layer without frozen parameters."""
-        names = frozenset(op.name for op in self.ops[kind].ops if op.kind == "gemm")
-        return Gradients(names, names)
+        return gradients_of(self.blueprint.model, kind, (), reached=True)
 
     def gradients(self, layer: int) -> Gradients:
-        """Returns the gradients of a layer.
-
-        The layer's operations run one after another, except that the router, the experts and the
-        shared expert all read the result of the norm before them.
-        """
-        held = {p.name: p.frozen for p in self.parameters if _layer_of(p) == layer}
-        reached = normed = self.blueprint.first_trained < layer
-        inputs, weights = set(), set()
-        for op in self.ops[LayerKind.of(self.blueprint.model, layer)].ops:
-            if op.kind not in ("gemm", "norm"):
-                continue
-            name = f"layers.{layer}.{op.name}"
-            own = [n for n in held if n == name or n.startswith(f"{name}.")]
-            parallel = op.name in ("mlp.router", "mlp.experts.up", "mlp.shared.up")
-            if op.kind == "gemm" and (normed if parallel or "gate" in op.name else reached):
-                inputs.add(op.name)
-            if op.kind == "gemm" and not all(held[n] for n in own if not n.endswith(".bias")):
-                weights.add(op.name)
-            reached |= not all(held[n] for n in own)
-            normed = reached if op.kind == "norm" else normed
-        return Gradients(frozenset(inputs), frozenset(weights))
+        """Returns the gradients of a layer."""
+        model, prefix = self.blueprint.model, f"layers.{layer}."
+        mine = (name for name in self.blueprint.frozen if name.startswith(prefix))
+        frozen = {name.removeprefix(prefix) for name in mine}
+        reached = self.blueprint.first_trained < layer
+        return gradients_of(model, LayerKind.of(model, layer), frozen, reached)
 
     def shards_of(self, parameter: LocalParameter) -> int:
         """Returns the number of ranks over which a parameter's optimizer state is sharded."""

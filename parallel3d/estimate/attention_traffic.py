@@ -8,11 +8,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel3d.blueprint.ops import Number, Widths
 from parallel3d.context_parallel.halo import amounts, needed_by_ranks
 from parallel3d.context_parallel.split import SequenceSplit
+from parallel3d.models.declared import LayerKind, heads_of
+
+Number = Any  # int, float or a numpy array
 
 OVERLAPPED = ("gather", "ring")  # styles that send while attention computes
+
+
+class HeadWidths(NamedTuple):
+    """Sizes of attention on one tensor-parallel rank.
+
+    Attributes:
+        queries, keys: elements per token of all query heads, and of all key heads.
+        key_heads: number of key heads.
+    """
+
+    queries: Number
+    keys: Number
+    key_heads: Number
+
+    @classmethod
+    def of(cls, kind: LayerKind, tp: int) -> HeadWidths:
+        queries, keys = (dim.local(tp) for dim in heads_of(kind))
+        return cls(queries, keys, keys // kind.head_size)
 
 
 class SentCalls(NamedTuple):
@@ -36,13 +56,13 @@ class SentCalls(NamedTuple):
 
 
 def sends(
-    style: str, w: Widths, tokens: Number, item: Number, cp: Number, drops: bool = False
+    style: str, w: HeadWidths, tokens: Number, item: Number, cp: Number, drops: bool = False
 ) -> Iterator[SentCalls]:
     """Yields the collectives of a layer's attention (context_parallel/attention.py).
 
     Args:
         style: `context_parallel.style`.
-        w: sizes of a layer on one tensor-parallel rank.
+        w: sizes of attention on one tensor-parallel rank.
         tokens: number of tokens of a micro-batch on one context-parallel rank.
         item: bytes of an element.
         cp: number of context-parallel ranks.
@@ -80,7 +100,7 @@ def halo_tokens(
     return tuple(each.sum(0).tolist()), tuple(each.sum(1).tolist())
 
 
-def halo_sends(w: Widths, sent: Number, received: Number, item: Number) -> Iterator[SentCalls]:
+def halo_sends(w: HeadWidths, sent: Number, received: Number, item: Number) -> Iterator[SentCalls]:
     """Yields the collectives of a sliding-window layer (context_parallel/window_attention.py).
 
     `sent`, `received`: number of tokens of a micro-batch whose keys and values the rank sends, and

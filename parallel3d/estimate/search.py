@@ -15,7 +15,6 @@ from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.dispatch import GATHER, largest_load
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout
-from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
@@ -24,7 +23,7 @@ from parallel3d.config.fields import show
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device
 from parallel3d.errors import UserError, nearest
-from parallel3d.estimate.attention_traffic import sends
+from parallel3d.estimate.attention_traffic import HeadWidths, sends
 from parallel3d.estimate.fitted_cost import (
     NETWORKS,
     ROW_FIELDS,
@@ -43,6 +42,7 @@ from parallel3d.estimate.fitted_cost import (
 from parallel3d.estimate.measured_rates import read
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
+from parallel3d.models.declared import LayerKind
 from parallel3d.models.flops import layer_costs
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import PARTS, parts_of, spelled
@@ -544,6 +544,8 @@ def _sent_seconds(config: Config, style: str) -> float:
     again = blueprint_of(config).repeats_attention
     sent = [
         Transfer("cp", s.op, int(s.nbytes), int(s.count + again * s.again), s.what)
-        for s in sends(style, widths(config.model, config.tp), tokens, item, config.cp)
+        for s in sends(
+            style, HeadWidths.of(LayerKind.of(config.model, 0), config.tp), tokens, item, config.cp
+        )
     ]
     return price_step(RankMapping.tiled(cluster, layout, order), sent).seconds

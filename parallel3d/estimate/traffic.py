@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 
 from parallel3d.blueprint.buckets import Home, homes, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
-from parallel3d.blueprint.dispatch import ALL_TO_ALL
+from parallel3d.blueprint.dispatch import ALL_TO_ALL, chosen_way, share_sent
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import ExpertWidths, split_counts, widths
 from parallel3d.blueprint.rank import (
-    Gradients,
     LayersOfKind,
     PipelineRank,
     bucket_numel,
@@ -22,9 +20,28 @@ from parallel3d.blueprint.rank import (
     sharded_numel,
 )
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.estimate.attention_traffic import SentCalls, halo_sends, halo_tokens, sends
+from parallel3d.estimate.attention_traffic import (
+    HeadWidths,
+    SentCalls,
+    halo_sends,
+    halo_tokens,
+    sends,
+)
 from parallel3d.estimate.search import planned
-from parallel3d.models.declared import WORD_EMBEDDING, heads_of, parameters_of_layers
+from parallel3d.models.declared import (
+    WORD_EMBEDDING,
+    LayerKind,
+    heads_of,
+    parameters_of_layers,
+)
+from parallel3d.models.products import (
+    COLUMN,
+    ROW,
+    Gradients,
+    LayerProduct,
+    products_of,
+    repeated_products,
+)
 from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 
@@ -63,30 +80,31 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
 def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iterator[Transfer]:
     """Yields the tp collectives of layers of one kind with the same gradients."""
     whole, what = rank.hidden, "activations of the layers"
-    microbatches, ops = rank.blueprint.microbatches, rank.ops[of.kind]
-    layers = of.layers * microbatches
-    recomputed = of.recomputed * microbatches
-    columns, rows = split_counts(ops.ops)
-    of_inputs = split_counts([op for op in ops.ops if op.name in gradients.inputs])
+    blueprint, repeats = rank.blueprint, rank.blueprint.layer.repeats
+    layers = of.layers * blueprint.microbatches
+    recomputed = of.recomputed * blueprint.microbatches
+    products = products_of(blueprint.model, of.kind)
+    again = repeated_products(blueprint.model, of.kind, repeats, rank.layout.ep)
+    columns, rows = _split(products)
+    of_inputs = _split([each for each in products if each.name in gradients.inputs])
     weights = gradients.weights, gradients.weights - gradients.inputs
     of_columns, of_rows_alone = (
-        split_counts([op for op in ops.ops if op.name in names])[row]
+        _split([each for each in products if each.name in names])[row]
         for row, names in enumerate(weights)
     )
-    columns_again, rows_again = split_counts(ops.repeated)
-    if rank.blueprint.layer.gather_qk:
+    columns_again, rows_again = _split(again)
+    if blueprint.layer.gather_qk:
         # Size of all heads of q and k, including copies of shared key-value heads
         size = sum(rank.layout.tp * dim.local(rank.layout.tp) for dim in heads_of(of.kind))
         every = rank.tokens * size * rank.item
-        twice = recomputed * any(op.name == "attention.qkv" for op in ops.repeated)
+        twice = recomputed * repeats.layer
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
-        back = layers * _has_gradient(gradients, "attention.qkv")
+        back = layers * gradients.reach("attention.qkv")
         yield Transfer("tp", "reduce_scatter", every, back, "gradients of q and k")
-    if rank.blueprint.model.qk_norm_width == "full":
+    if blueprint.model.qk_norm_width == "full":
         # Each token has one statistic for q and one for k.
         sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)
-        twice = recomputed * any(op.name == "attention.head_norm" for op in ops.repeated)
-        twice += layers * _has_gradient(gradients, "attention.out")
+        twice = recomputed * repeats.mixer + layers * gradients.reach("attention.out")
         yield Transfer("tp", "all_reduce", sums, layers + twice, "norms of q and k")
     cut = rank.mlp_chunks
     apart = recomputed if cut > 1 else 0  # number of MLPs whose two GEMMs communicate in chunks
@@ -113,9 +131,10 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
     yield Transfer("tp", "reduce_scatter", each, chunks * scatters, what)
 
 
-def _has_gradient(gradients: Gradients, name: str) -> bool:
-    """Returns whether the result of a GEMM has a gradient."""
-    return name in gradients.inputs | gradients.weights
+def _split(products: Sequence[LayerProduct]) -> tuple[int, int]:
+    """Counts the column- and the row-parallel products."""
+    column, row = (sum(each.split == split for each in products) for split in (COLUMN, ROW))
+    return column, row
 
 
 def _experts(rank: PipelineRank) -> Iterator[Transfer]:
@@ -127,10 +146,9 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
     sparse = [(of, gradients) for of, gradients in rank.layers_alike() if of.kind.experts]
     if sparse:
         yield from _balance(rank, sum(of.layers for of, _ in sparse) * blueprint.microbatches)
-    x = blueprint.experts
-    if x is not None and x.way:
+    if rank.layout.ep > 1:
         for of, gradients in sparse:
-            yield from _dispatch(rank, of, gradients, x)
+            yield from _dispatch(rank, of, gradients)
 
 
 def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
@@ -148,25 +166,28 @@ def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "routed tokens")
 
 
-def _dispatch(
-    rank: PipelineRank, of: LayersOfKind, gradients: Gradients, x: ExpertWidths
-) -> Iterator[Transfer]:
+def _dispatch(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iterator[Transfer]:
     """Yields the transfers of tokens to their experts and back, and those of their gradients."""
-    microbatches, ops = rank.blueprint.microbatches, rank.ops[of.kind]
-    layers, recomputed = of.layers * microbatches, of.recomputed * microbatches
-    again = {op.name for op in ops.repeated}
-    there = layers + recomputed * ("mlp.dispatch" in again)
-    back = layers + recomputed * ("mlp.combine" in again)
+    blueprint, ep = rank.blueprint, rank.layout.ep
+    model, repeats = blueprint.model, blueprint.layer.repeats
+    layers, recomputed = (n * blueprint.microbatches for n in (of.layers, of.recomputed))
+    # A repetition of the experts ends before their results travel back, unless a norm follows.
+    there = layers + recomputed * (repeats.mlp or repeats.layer)
+    back = layers + recomputed * (repeats.layer and of.kind.norm_position != "before")
     of_tokens = layers * ("mlp.experts.up" in gradients.inputs)
-    of_weights = layers * _has_gradient(gradients, "mlp.router")
+    of_weights = layers * gradients.reach("mlp.router")
     trained = {"mlp.experts.up", "mlp.experts.down"} & gradients.weights
     of_results = layers if trained else of_weights
     own = rank.tokens // (rank.layout.tp if rank.sp else 1)
-    tokens = x.ep * (round(own * x.share_sent) if x.way == ALL_TO_ALL else own)
-    states = tokens * rank.blueprint.model.hidden_size * rank.item
-    choices, weights = (tokens * x.chosen * n for n in (WHOLE_BYTES, max(4, rank.item)))
-    if x.way == ALL_TO_ALL:
-        counts = WHOLE_BYTES * (x.ep + rank.blueprint.model.num_experts)
+    chosen = model.num_experts, model.experts_per_token, ep
+    way = chosen_way(blueprint.layer.dispatch, *chosen)
+    tokens = ep * (round(own * share_sent(*chosen)) if way == ALL_TO_ALL else own)
+    states = tokens * model.hidden_size * rank.item
+    choices, weights = (
+        tokens * model.experts_per_token * n for n in (WHOLE_BYTES, max(4, rank.item))
+    )
+    if way == ALL_TO_ALL:
+        counts = WHOLE_BYTES * (ep + model.num_experts)
         yield Transfer("ep", "all_to_all", counts, layers, "numbers of tokens and rows")
         yield Transfer("ep", "all_to_all", choices, layers, "choices of experts")
         yield Transfer("ep", "all_to_all", weights, there + of_weights, "weights of experts")
@@ -267,7 +288,7 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the cp traffic of attention (context_parallel/attention.py)."""
     blueprint = rank.blueprint
-    every = [(of, _has_gradient(by, "attention.qkv")) for of, by in rank.layers_alike()]
+    every = [(of, by.reach("attention.qkv")) for of, by in rank.layers_alike()]
     for window in dict.fromkeys(of.kind.window for of, _ in every):
         alike = [(of, back) for of, back in every if of.kind.window == window]
         layers = sum(of.layers for of, _ in alike)
@@ -276,14 +297,15 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
         groups, calls = _attention(rank, window)
         for sent in calls:
             count = layers * (sent.count - sent.backward) + with_backward * sent.backward
-            count += blueprint.repeats_attention * recomputed * sent.again
+            count += blueprint.layer.repeats.mixer * recomputed * sent.again
             count *= blueprint.microbatches * groups
             yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
 
 
 def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[SentCalls]]:
     """Returns (number of parts into which each call is split, cp calls) of a layer's attention."""
-    blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
+    blueprint = rank.blueprint
+    w = HeadWidths.of(LayerKind.of(blueprint.model, 0), rank.layout.tp)
     style, drops, cp = blueprint.layer.cp_style, blueprint.model.dropout > 0, rank.layout.cp
     if window is None or drops or style == "heads":
         groups = rank.head_groups if style == "gather" and not drops else 1

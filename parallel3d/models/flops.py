@@ -20,12 +20,11 @@ Conventions of the MFU:
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-from parallel3d.models import declared
 from parallel3d.models.declared import ATTENTION, LayerKind, layer_kinds
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.products import products_of, repeated_products
 from parallel3d.models.repeats import Repeats
 
 MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
@@ -96,31 +95,13 @@ def flops_of(
 
     `ep`: number of ranks over which experts are divided, on which the order of a layer depends.
     """
-    products = 0
-    for name, tensors in declared.layer(model, kind).items():
-        if repeats is None or _is_repeated(model, kind, name, repeats, ep):
-            matrices = [tensor for tensor in tensors if len(tensor.dims) > 1]
-            products += 2 * sum(
-                math.prod(each.shape) * (model.experts_per_token if each.experts else 1)
-                for each in matrices
-            )
+    of_layer = products_of(model, kind)
+    if repeats is not None:
+        of_layer = repeated_products(model, kind, repeats, ep)
     attends = kind.mixer == ATTENTION and (repeats is None or repeats.mixer)
     attention = 4 * kind.heads * kind.head_size if attends else 0
+    products = 2 * sum(product.multiplied for product in of_layer)
     return LayerFlops(float(products), float(attention), kind.window)
-
-
-def _is_repeated(model: ModelConfig, kind: LayerKind, name: str, repeats: Repeats, ep: int) -> bool:
-    """Returns whether the backward repeats the product with a local parameter.
-
-    A recomputation ends with the input of the last product, unless a norm follows it. A shared
-    expert comes last on a single rank.
-    """
-    last = "mlp.shared.down." if kind.experts else "mlp.down."
-    comes_last = not kind.experts or (ep == 1 and not model.shared_expert_gate)
-    ends = comes_last and name.startswith(last)
-    if repeats.layer:
-        return not ends or kind.norm_position != "before"
-    return repeats.mlp and name.startswith("mlp.") and not ends
 
 
 def layer_flops(

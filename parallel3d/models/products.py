@@ -1,0 +1,118 @@
+"""Lists the products with weights in a layer, from its declaration. No torch.
+
+A product multiplies by the matrices of one local parameter. Its name is that of the parameter, such
+as attention.qkv.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from itertools import groupby
+from typing import NamedTuple
+
+from parallel3d.models import declared
+from parallel3d.models.declared import LayerKind
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import Repeats
+
+COLUMN, ROW = 0, 1  # the dimension of its matrices that tensor parallelism cuts
+
+
+class LayerProduct(NamedTuple):
+    """A product of a layer.
+
+    Attributes:
+        parameter: name of its local parameter within the layer.
+        multiplied: multiply-adds of a token, over all ranks.
+        split: COLUMN or ROW; None: tensor parallelism does not cut it.
+        before: the local parameters from which its input comes, if it reads no hidden states.
+    """
+
+    parameter: str
+    multiplied: int
+    split: int | None
+    before: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.parameter.removesuffix(".weight")
+
+
+def products_of(model: ModelConfig, kind: LayerKind) -> list[LayerProduct]:
+    """Lists the products of a layer, in the order of its parameters."""
+    held = declared.layer(model, kind)
+    found = []
+    for number, (name, tensors) in enumerate(held.items()):
+        matrices = [tensor for tensor in tensors if len(tensor.dims) > 1]
+        if not matrices:
+            continue
+        first, product = matrices[0], name.removesuffix(".weight")
+        module, before = product.rpartition(".")[0], ()
+        if first.dims[-1].name != "hidden":
+            earlier = [*held][:number]
+            before = tuple(n for n in earlier if n.startswith(f"{module}."))
+            if first.experts:  # the weights of a token's experts come from the router
+                before += tuple(n for n in earlier if n.startswith("mlp.router."))
+        used = model.experts_per_token if first.experts else 1
+        multiplied = used * sum(math.prod(tensor.shape) for tensor in matrices)
+        found.append(LayerProduct(name, multiplied, first.split, before))
+    return found
+
+
+class Gradients(NamedTuple):
+    """The gradients that the backward of a layer computes, as names of products.
+
+    Attributes:
+        inputs: products whose input has a gradient.
+        weights: products whose weight has a gradient.
+    """
+
+    inputs: frozenset[str]
+    weights: frozenset[str]
+
+    def reach(self, name: str) -> bool:
+        """Returns whether the result of a product has a gradient."""
+        return name in self.inputs | self.weights
+
+
+def gradients_of(
+    model: ModelConfig, kind: LayerKind, frozen: Collection[str], reached: bool
+) -> Gradients:
+    """Returns the gradients of a layer.
+
+    Args:
+        frozen: its local parameters that are not trained.
+        reached: whether its input has a gradient.
+    """
+    inputs, weights = set(), set()
+    products = {each.parameter: each for each in products_of(model, kind)}
+    parts = groupby(declared.layer(model, kind), key=lambda name: name.split(".")[0])
+    for _, parameters in parts:
+        mine = [*parameters]
+        for each in (products[name] for name in mine if name in products):
+            if reached or any(name not in frozen for name in each.before):
+                inputs.add(each.name)
+            if each.parameter not in frozen:
+                weights.add(each.name)
+        reached = reached or any(name not in frozen for name in mine)
+    return Gradients(frozenset(inputs), frozenset(weights))
+
+
+def repeated_products(
+    model: ModelConfig, kind: LayerKind, repeats: Repeats, ep: int = 1
+) -> list[LayerProduct]:
+    """Lists the products that the backward of a layer repeats.
+
+    A recomputation ends with the input of the last product, unless a norm follows it. A shared
+    expert comes last if the experts are not divided over `ep` ranks.
+    """
+    *_, last = products = products_of(model, kind)
+    ends = not kind.experts or (last.split == ROW and ep <= 1 and not model.shared_expert_gate)
+
+    def is_repeated(product: LayerProduct) -> bool:
+        if repeats.layer:
+            return not ends or product != last or kind.norm_position != "before"
+        return repeats.mlp and product.name.startswith("mlp.") and not (ends and product == last)
+
+    return [product for product in products if is_repeated(product)]
