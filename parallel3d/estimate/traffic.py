@@ -409,12 +409,13 @@ def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
         tp, dp, dim = 1, layout.edp, "edp"
     shapes: dict[str, tuple[int, ...]] = {}
     local: dict[str, int] = {}
+    numbers = rank.experts_here if experts else range(0)
     layers = (layer for stage in rank.stages for layer in stage.layers)
     for _, tensors in parameters_of_layers(blueprint.model, layers):
         for tensor in tensors:
             if not tensor.muon or (tensor.experts > 0) is not experts:
                 continue
-            for name in tensor.names_of(rank.experts_here):
+            for name in tensor.names_of(numbers):
                 if not blueprint.optim.treatment(name).frozen:
                     shapes[name] = tensor.shape
                     local[name] = math.prod(tensor.local_shape(tp))

@@ -169,3 +169,17 @@ def test_a_window_of_1024_sends_a_fortieth_of_what_a_full_layer_of_128k_tokens_d
         of_rank = [total(transfers(config, layout, 0, rank), "cp", layout) for rank in range(8)]
         assert max(of_rank) == sent[-1]
     assert sent[0] >= 40 * sent[1] > 0
+
+
+def test_muon_sends_each_matrix_of_a_layer_to_one_rank_and_to_all() -> None:
+    model = ModelConfig(num_layers=2, vocab_size=256, vocab_multiple=8, bias=False)
+    config = Config(model=model, dp=2, global_batch_size=2)
+    config.optim.name, config.optim.momentum = "muon", 0.95
+    matrices = 2 * 12 * model.hidden_size**2
+    sent = [
+        t.nbytes * t.count
+        for index in range(2)
+        for t in transfers(config, Layout(dp=2), 0, index)
+        if t.what == "Muon's updates" and t.dim != "tp"
+    ]
+    assert sum(sent) == 2 * 4 * matrices
