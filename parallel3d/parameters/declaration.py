@@ -54,7 +54,8 @@ class FullTensor(NamedTuple):
         experts: number of experts that have such a tensor, which expert parallelism divides over
             ranks; 0: it is no expert's.
         is_state: whether it is a state, which has no gradient and which no optimizer updates.
-        wide: whether it stays fp32 (or fp64) in 16-bit runs and exports.
+        wide: whether an export writes it in fp32 (or fp64) although the model is in 16 bits. A
+            state is also kept so by a run in 16 bits.
         tied: whether it is the table of both embedding and head.
     """
 

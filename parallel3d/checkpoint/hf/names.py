@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
 from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
 from parallel3d.errors import UserError
-from parallel3d.models.declared import ATTENTION, DENSE, LayerKind, full_shapes_of, states_of
+from parallel3d.models.declared import ATTENTION, DENSE, LayerKind, full_shapes_of, full_tensors
 from parallel3d.models.keys import ModelConfig
 
 HEAD, OWN_HEAD = "lm_head.weight", "head.weight"
@@ -96,7 +96,8 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     keep their order, except in GLM-4, which pairs (2i, 2i + 1). A tied head is left out, as in
     transformers.
     """
-    shapes, states = full_shapes_of(model), states_of(model)
+    shapes = full_shapes_of(model)
+    wide = {name for tensor in full_tensors(model) if tensor.wide for name in tensor.names}
     tensors: list[HFTensor] = []
     turned = (model.head_size, int(model.head_size * model.rotary_percent))
     for theirs, parts, in_layer in _pairs(model, kind):
@@ -108,8 +109,7 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
         shape = shape[::-1] if transposed else shape
         module = parts[0].split(".", 2)[-1].rpartition(".")[0]
         pairs = turned if FAMILIES[kind].pairs and module in TURNED else None
-        wide = parts[0] in states
-        tensors.append(HFTensor(theirs, parts, rows, shape, transposed, wide, pairs))
+        tensors.append(HFTensor(theirs, parts, rows, shape, transposed, parts[0] in wide, pairs))
     if OWN_HEAD in shapes:
         rows = shapes[OWN_HEAD][:1]
         tensors.append(HFTensor(HEAD, (OWN_HEAD,), rows, shapes[OWN_HEAD]))
