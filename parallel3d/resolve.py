@@ -12,6 +12,7 @@ from parallel3d.blueprint.blueprint import (
     LayerSettings,
     PipelineSettings,
 )
+from parallel3d.blueprint.layer_training import training_costs
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.stages import StageWeights, head_cost
 from parallel3d.models.flops import layer_costs, repeated_share
@@ -111,6 +112,7 @@ def stage_weights(config: Config, balances: bool = False) -> StageWeights:
         config.pp,
         None if given is None else tuple(given),
         balances,
+        training_costs(model, config.optim),
         repeated_share(model, Repeats.of(config.recompute), config.ep),
         tuple(config.recompute_layers or ()),
     )

@@ -54,7 +54,7 @@ def memory(work: PublishedRun, values: Mapping[str, float]) -> MemoryEstimate:
     """Returns the peak memory of the fullest GPU. Fields may be arrays: see `PublishedRun`."""
     v = {name: values.get(f"memory.{name}", guess) for name, (guess, _) in GUESSES.items()}
     states = _state(work, v, stage_parameters(work), work.dp * work.cp)
-    if np.any(work.sparse):
+    if any(kind.has_experts for kind in work.by_kind):
         states = states + _state(work, v, expert_parameters(work), work.edp)
     each = _kept(work, v)
     held = np.minimum(work.microbatches, work.pp)
@@ -122,7 +122,9 @@ def _saved(work: PublishedRun, v: Mapping[str, float]) -> Any:
 
 
 def _kept_elements(work: PublishedRun) -> Any:
-    return work.mean(lambda ops: kept(ops)[0])
+    totals = work.ranks.totals
+    each = (kept(kind.ops)[0] for kind in work.by_kind)
+    return sum(n * of for n, of in zip(totals, each, strict=True)) / totals.sum(axis=0)
 
 
 def _working(work: PublishedRun, v: Mapping[str, float]) -> Any:

@@ -21,7 +21,7 @@ from benchmarks.planner.published_models import gpt
 from benchmarks.planner.published_run import ENGINES, ROW_FIELDS, PublishedRun
 from parallel3d.device.datasheets import DEVICES
 from parallel3d.estimate.fitted_cost import NETWORKS, SPEEDS
-from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
+from parallel3d.estimate.rank_layers import Pipeline, Rank, pipeline_of, table_of
 from parallel3d.schedules.orders import StageAssignment
 
 Row = dict[str, Any]
@@ -71,7 +71,7 @@ _DEFAULTS: dict[str, float] = {
     "dropout": 1, "parallel_block": 0, "overlap_tp": 0, "overlap_pp": 0, "overlap_dp": 0,
     "scatter_gather": 0, "graph": 0, "compiled": 0, "split": 0, "grad_bytes": 2,
     "window": math.inf, "gpus_per_node": 8, "backward": 1, "trained": 1, "embedding_trained": 1,
-    "head_trained": 1, "sliding": 1,
+    "head_trained": 1, "head_reached": 1, "sliding": 1,
     "sparse": 0, "experts": 1, "active_experts": 1, "expert_ffn": 0, "shared_ffn": 0, "ep": 1,
     "load": 1, "overlap_ep": 0, "copies": 0, "gathers": 0, "item": 2,
     "q_latent": 0, "kv_latent": 0, "value_size": 0, "rope_size": 0,
@@ -102,31 +102,49 @@ def candidate(
     return made
 
 
-def _ranks(row: Row, split: str) -> list[RankLayers]:
+# The kinds of layers of published runs: without and with experts.
+KINDS: tuple[dict[str, float], ...] = ({"sparse": 0.0}, {"sparse": 1.0})
+
+
+def _ranks(row: Row, split: str) -> Pipeline:
     """Returns the layers of the ranks of a row's pipeline.
 
-    Layers without experts are the first ones of a model; layers with a window are spread evenly.
+    Layers without experts are the first ones of a model.
     """
     layers, stages = int(row["layers"]), int(row["pp"])
-    shares = row["sparse"], row["sliding"]
     if 0 < row["sparse"] < 1:
         place = StageAssignment(stages, int(row["chunks"]))
         dense = round((1 - row["sparse"]) * layers)
-        experts = [layer >= dense for layer in range(layers)]
-        counts = split_evenly(layers, place.stages)
-        return rank_layers(counts, place, experts, [row["sliding"] == 1] * layers)
+        kind_of = [int(layer >= dense) for layer in range(layers)]
+        return pipeline_of(split_evenly(layers, place.stages), place, kind_of, 2)
     if split == "cost":
         matrices = (2 + row["gated"]) * row["ffn"] + 4 * row["hidden"]
         counts = split_by_cost(layers, row["vocab"] / matrices, stages)
     else:
         counts = split_evenly(layers, stages, ends=split == "ends")
-    return even_ranks(counts, *shares)
+    return even_pipeline(counts, row["sparse"] == 1, layers)
+
+
+def even_pipeline(counts: list[int], sparse: bool, layers: int) -> Pipeline:
+    """Returns a pipeline of layers of one kind, of which the last rank has the head."""
+
+    def of_kind(count: int) -> tuple[int, int]:
+        return (0, count) if sparse else (count, 0)
+
+    first, *between, last = counts if len(counts) > 1 else (*counts, 0)
+    alone = int(len(counts) == 1)
+    ranks = (
+        Rank(of_kind(first), 1, alone),
+        Rank(of_kind(max(between, default=0))),
+        Rank(of_kind(last), 0, 1 - alone),
+    )
+    return Pipeline(ranks, of_kind(layers))
 
 
 def table(rows: list[Row]) -> PublishedRun:
     """Converts rows to one `PublishedRun` of arrays; KeyError for a field that a row lacks."""
     columns = {name: np.array([row[name] for row in rows], dtype=float) for name in ROW_FIELDS}
-    return PublishedRun(**columns, ranks=table_of([row["ranks"] for row in rows]))
+    return PublishedRun(**columns, ranks=table_of([row["ranks"] for row in rows]), kinds=KINDS)
 
 
 def split_evenly(layers: int, stages: int, ends: bool = False) -> list[int]:

@@ -41,6 +41,7 @@ class PublishedRun(StepWork):
     """The sizes of published runs, with an element per run; flags are 0 or 1."""
 
     memory_bytes: Number
+    sliding: Number  # share of layers with a window
     engine: Number  # index into ENGINES
     recompute_end: Number  # flag: the last operations of a layer are recomputed too
     flash: Number
@@ -61,10 +62,6 @@ class PublishedRun(StepWork):
     @cached_property
     def ops(self) -> list[Op]:
         return self._with_latents(super().ops)
-
-    @cached_property
-    def expert_ops(self) -> list[Op]:
-        return self._with_latents(super().expert_ops)
 
     def _with_latents(self, ops: Sequence[Op]) -> list[Op]:
         """Returns `ops` with the projections of latent attention in the rows that use it."""
@@ -100,6 +97,12 @@ class PublishedRun(StepWork):
 
     def rate(self, c: Constants) -> Any:
         return super().rate(c) * self._is_recent(c["recent.gemm"])
+
+    def attention_forward(self, c: Constants) -> Any:
+        """Returns the seconds of attention's forward, as a mean over layers."""
+        sliding = self.attends(c, np.minimum(self.seq, self.window))
+        full = self.attends(c, self.seq)
+        return np.where(self.sliding == 1, sliding, full + self.sliding * (sliding - full))
 
     def attends(self, c: Constants, keys: Number) -> Any:
         """Returns the seconds of attention's forward.
@@ -175,4 +178,4 @@ class PublishedRun(StepWork):
 
 
 # One number for each row.
-ROW_FIELDS = [f.name for f in fields(PublishedRun) if f.name != "ranks"]
+ROW_FIELDS = [f.name for f in fields(PublishedRun) if f.name not in ("ranks", "kinds")]

@@ -11,19 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from parallel3d.blueprint.layer_training import training_costs
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import ExpertWidths, LayerOps, ops_of, widths, with_experts
 from parallel3d.blueprint.parameters import first_trained, fixed_states, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
-from parallel3d.blueprint.stages import (
-    balance_layers,
-    checked_split,
-    head_cost,
-)
+from parallel3d.blueprint.stages import checked_split
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.declared import LayerKind, layer_kinds
-from parallel3d.models.flops import layer_costs
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import Repeats
 from parallel3d.optim.keys import OptimConfig
@@ -287,7 +283,7 @@ class Blueprint:
         model, assignment = self.model, self.assignment
         if self.given is not None:
             return checked_split(self.given, model.num_layers, assignment)
-        return balance_layers(layer_costs(model), assignment, last_extra=head_cost(model))
+        return training_costs(model, self.optim).split(assignment)
 
     @cached_property
     def stages(self) -> tuple[StageBlueprint, ...]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.config.fields import show
@@ -75,20 +76,46 @@ def _whole(*costs: float) -> list[int]:
     return [int(cost * scale) for cost in exact]
 
 
+class LayerCosts(NamedTuple):
+    """Costs by which layers are divided among stages, in any unit.
+
+    Attributes:
+        layers: cost of each layer.
+        head: additional cost of the last stage.
+        differ_widely: whether long runs of layers cost much more than others, as if the first ones
+            are frozen. The layers are then divided by other steps.
+    """
+
+    layers: tuple[float, ...]
+    head: float = 0.0
+    differ_widely: bool = False
+
+    def split(self, assignment: StageAssignment) -> tuple[int, ...]:
+        """Returns the number of layers of each stage. Raises UserError as `balance_layers`."""
+        return balance_layers(self.layers, assignment, self.head, self.differ_widely)
+
+
 @functools.lru_cache(maxsize=1024)
 def balance_layers(
-    costs: tuple[float, ...], assignment: StageAssignment, last_extra: float = 0.0
+    costs: tuple[float, ...],
+    assignment: StageAssignment,
+    last_extra: float = 0.0,
+    differ_widely: bool = False,
 ) -> tuple[int, ...]:
     """Returns the number of layers of each stage, like `balance_chunks`, given each layer's cost.
 
     Layers of unequal cost are first divided as if all had the mean cost. Then one stage at a time
     gives a layer to another stage, as long as that lowers the cost of the most expensive rank or,
-    if that cost is equal, the sum of the stages' squared costs.
+    if that cost is equal, the sum of the stages' squared costs. If costs differ widely, the layers
+    are first divided at equal shares of the sum of costs, and stages give layers to their
+    neighbours alone.
     """
     layers = len(costs)
     if len(set(costs)) == 1:
         return balance_chunks(costs[0], layers, assignment, last_extra)
     best = balance_chunks(sum(costs) / layers, layers, assignment, last_extra)
+    if differ_widely:
+        best = _by_shares(costs, assignment.stages, last_extra)
     *each, last = _whole(*costs, last_extra)
     sums = [0, *itertools.accumulate(each)]
     ranks = [rank for rank, _ in assignment.places]
@@ -104,17 +131,35 @@ def balance_layers(
 
     least = price(best)
     while True:
-        moved = {counts: price(counts) for counts in _neighbours(best)}
+        moved = {counts: price(counts) for counts in _neighbours(best, differ_widely)}
         found = min(moved, key=moved.__getitem__, default=best)
         if found == best or moved[found] >= least:
             return best
         best, least = found, moved[found]
 
 
-def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the splits in which one stage has a layer more and another stage a layer less."""
+def _by_shares(costs: tuple[float, ...], stages: int, last_extra: float) -> tuple[int, ...]:
+    """Returns a split in which each stage ends where the sum of costs reaches its share."""
+    share = (sum(costs) + last_extra) / stages
+    counts, layer, done = [], 0, 0.0
+    for stage in range(stages):
+        begin, most = layer, len(costs) - (stages - 1 - stage)  # later stages need a layer each
+        while layer < most and (
+            layer == begin or stage == stages - 1 or done + costs[layer] / 2 <= share * (stage + 1)
+        ):
+            done += costs[layer]
+            layer += 1
+        counts.append(layer - begin)
+    return tuple(counts)
+
+
+def _neighbours(counts: tuple[int, ...], adjacent: bool) -> Iterator[tuple[int, ...]]:
+    """Yields the splits in which one stage has a layer more and another stage a layer less.
+
+    `adjacent`: whether the two stages follow each other.
+    """
     for source, target in itertools.permutations(range(len(counts)), 2):
-        if counts[source] > 1:
+        if counts[source] > 1 and not (adjacent and abs(source - target) > 1):
             found = list(counts)
             found[source] -= 1
             found[target] += 1
@@ -148,13 +193,14 @@ class StageWeights:
     """Computes the `walk.Weights` of a stage assignment; the embedding's look-up counts as free.
 
     Args:
-        costs: cost of each layer.
-        head: cost of the head, in the same unit.
+        costs: forward FLOPs of each layer.
+        head: those of the head.
         ranks: number of ranks of the pipeline.
         given: `schedule.layers_per_stage`, which fixes the number of stages, or None if layers are
             balanced by cost.
         balances: whether layers are balanced if the number of stages differs from that of `given`,
             which is not allowed otherwise.
+        divided_by: the costs by which layers are balanced, or None if they are `costs` and `head`.
         again: share of a layer's forward that the backward repeats (0 to 1).
         recompute_layers: number of recomputed layers by stage (see `recomputing`), ignored if it
             does not fit the number of stages.
@@ -165,6 +211,7 @@ class StageWeights:
     ranks: int
     given: tuple[int, ...] | None = None
     balances: bool = False
+    divided_by: LayerCosts | None = None
     again: float = 0.0
     recompute_layers: tuple[int, ...] = ()
 
@@ -178,7 +225,7 @@ class StageWeights:
         if given is not None and len(given) == stages:
             counts = checked_split(given, layers, assignment)
         elif given is None or self.balances:
-            counts = balance_layers(self.costs, assignment, last_extra=self.head)
+            counts = (self.divided_by or LayerCosts(self.costs, self.head)).split(assignment)
         else:
             return None
         sums = [0.0, *itertools.accumulate(self.costs)]

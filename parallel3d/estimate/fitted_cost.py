@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.dispatch import ALL_TO_ALL, load_of_tokens, share_sent
 from parallel3d.blueprint.ops import ExpertWidths, Op, Widths, layer_ops
 from parallel3d.blueprint.sizes import STYLES, splits_heads
-from parallel3d.estimate.attention_traffic import exposed, sends
+from parallel3d.estimate.attention_traffic import SentCalls, exposed, halo_sends, sends
 from parallel3d.estimate.rank_layers import RankLayers
 from parallel3d.models.flops import ALL_TRAINED, TrainedShares
 from parallel3d.models.keys import ModelConfig
@@ -132,10 +132,10 @@ def range_of_a_new_place() -> tuple[float, float]:
 class StepWork:
     """Sizes that determine the time of a step: model, layout and hardware.
 
-    Each field has one element per row; a row is a layout. Flags are 0 or 1. In `by_rank`, the
-    shares of layers have an axis of ranks before the rows. The methods from `rate` on describe
-    parallel3d's own software; `benchmarks/planner/published_run.py` overrides them for published
-    runs of other software.
+    Each field has one element per row; a row is a layout. Flags are 0 or 1. Fields that differ
+    between the kinds of a model's layers have the values of one kind in `by_kind`. The methods from
+    `software` on describe parallel3d's own software; `benchmarks/planner/published_run.py`
+    overrides them for published runs of other software.
     """
 
     layers: Number
@@ -160,7 +160,7 @@ class StepWork:
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
-    ranks: RankLayers  # layers of the pipeline's ranks
+    ranks: RankLayers  # layers of each kind on the pipeline's ranks
     zero: Number
     recompute_norm: Number  # flags of the parts of `recompute`; a part that another implies has 0
     recompute_activation: Number
@@ -183,14 +183,13 @@ class StepWork:
     speed: Number
     fabric: Number
     item: Number = field(default_factory=partial(np.full, (), 2.0))  # bytes of a hidden state
-    # Shares of the model that are trained, as in `ops.TrainedShares`
-    backward: Number = field(default_factory=partial(np.ones, ()))
-    trained: Number = field(default_factory=partial(np.ones, ()))
+    backward: Number = field(default_factory=partial(np.ones, ()))  # flag: a layer has a backward
+    trained: Number = field(default_factory=partial(np.ones, ()))  # share of a layer's weights
+    # Flags: the embedding is trained, the head is, and so is anything before the head
     embedding_trained: Number = field(default_factory=partial(np.ones, ()))
     head_trained: Number = field(default_factory=partial(np.ones, ()))
-    sliding: Number = field(default_factory=partial(np.ones, ()))  # share of layers with a window
-    # Layers with experts; `sparse` is their share of all layers
-    sparse: Number = field(default_factory=partial(np.zeros, ()))
+    head_reached: Number = field(default_factory=partial(np.ones, ()))
+    sparse: Number = field(default_factory=partial(np.zeros, ()))  # flag: a layer has experts
     experts: Number = field(default_factory=partial(np.ones, ()))
     active_experts: Number = field(default_factory=partial(np.ones, ()))
     expert_ffn: Number = field(default_factory=partial(np.zeros, ()))
@@ -200,6 +199,8 @@ class StepWork:
     load: Number = field(default_factory=partial(np.ones, ()))
     overlap_ep: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.overlap`
     gathers: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.dispatch=gather`
+    # For each kind of layer, the fields that differ from those of the other kinds
+    kinds: tuple[Mapping[str, float], ...] = ({},)
 
     @property
     def tokens(self) -> Number:
@@ -222,13 +223,23 @@ class StepWork:
         )
 
     @functools.cached_property
-    def ops(self) -> list[Op]:
-        """Returns the operations of a layer without experts on one tensor-parallel rank."""
-        return layer_ops(self.widths)
+    def by_kind(self) -> list[Self]:
+        """Returns the work with the layers of each kind."""
+        return [
+            replace(self, kinds=({},), **{name: np.asarray(value) for name, value in own.items()})
+            for own in self.kinds
+        ]
+
+    @property
+    def has_experts(self) -> bool:
+        """Returns whether the layers of this kind have experts."""
+        return bool(np.any(self.sparse))
 
     @functools.cached_property
-    def expert_ops(self) -> list[Op]:
-        """Returns the operations of a layer with experts on one tensor-parallel rank."""
+    def ops(self) -> list[Op]:
+        """Returns the operations of a layer of this kind on one tensor-parallel rank."""
+        if not self.has_experts:
+            return layer_ops(self.widths)
         experts = ExpertWidths(
             experts=self.experts,
             chosen=self.active_experts,
@@ -241,37 +252,20 @@ class StepWork:
         )
         return layer_ops(self.widths._replace(experts=experts))
 
-    def mean(self, of: Callable[[Sequence[Op]], Any]) -> Any:
-        """Returns the mean of `of` over all layers; `of` maps a layer's operations to a value."""
-        dense = of(self.ops)
-        if not np.any(self.sparse):
-            return dense
-        return self.mixed(dense, of(self.expert_ops))
-
-    def mixed(self, dense: Any, sparse: Any) -> Any:
-        """Returns the mean of a value over all layers.
-
-        `dense`, `sparse`: the value of a layer without and with experts.
-        """
-        return np.where(self.sparse > 0, dense + self.sparse * (sparse - dense), dense)
-
     @functools.cached_property
     def parameters(self) -> Any:
-        """Returns a rank's mean number of matrix elements per layer, without experts."""
-        return self.mean(lambda ops: _elements(ops, of_experts=False))
+        """Returns a rank's number of matrix elements in a layer, without experts."""
+        return _elements(self.ops, of_experts=False)
 
     @functools.cached_property
     def expert_parameters(self) -> Any:
-        """Returns a rank's mean number of expert elements per layer."""
-        return self.mean(lambda ops: _elements(ops, of_experts=True))
+        """Returns a rank's number of elements of experts in a layer."""
+        return _elements(self.ops, of_experts=True)
 
     @functools.cached_property
     def multiplied(self) -> Any:
-        """Returns a rank's multiply-adds per token in the GEMMs of a layer, as a mean."""
-        gemms = self.mean(
-            lambda ops: sum(o.rows * o.inputs * o.outputs for o in ops if o.kind == "gemm")
-        )
-        return gemms
+        """Returns a rank's multiply-adds per token in the GEMMs of a layer."""
+        return sum(op.rows * op.inputs * op.outputs for op in self.ops if op.kind == "gemm")
 
     @property
     def edp(self) -> Any:
@@ -289,33 +283,6 @@ class StepWork:
         """Returns the tokens that the fullest rank receives, relative to the mean over ranks."""
         return load_of_tokens(self.load, self.share_sent)
 
-    @functools.cached_property
-    def is_even(self) -> bool:
-        """Returns whether the layers of each rank have the same mean as those of the model."""
-        ranks = self.ranks
-        same = (ranks.sparse == self.sparse) & (ranks.sliding == self.sliding)
-        return bool(np.all(same | (ranks.layers == 0)))
-
-    @functools.cached_property
-    def by_rank(self) -> StepWork:
-        """Returns the work with the shares of layers of the model, and then of each rank."""
-        ranks = self.ranks
-        shape = 1, *ranks.layers.shape[1:]
-        sparse = np.concatenate([np.broadcast_to(self.sparse, shape), ranks.sparse])
-        sliding = np.concatenate([np.broadcast_to(self.sliding, shape), ranks.sliding])
-        return replace(self, sparse=sparse, sliding=sliding)
-
-    def of_layers(self, mean: Callable[[StepWork], Any]) -> tuple[Any, Any]:
-        """Returns a mean over all layers of the model, and over those of each rank.
-
-        `mean`: returns the mean over layers with the shares of kinds of its argument.
-        """
-        if self.is_even:
-            found = mean(self)
-            return found, found
-        found = np.broadcast_to(mean(self.by_rank), np.shape(self.by_rank.sparse))
-        return found[0], found[1:]
-
     def software(self, c: Constants, key: str) -> Any:
         """Returns a fitted constant of the software, such as the host's time of a message."""
         return c[f"engine.{ENGINE}.{key}"]
@@ -323,6 +290,10 @@ class StepWork:
     def rate(self, c: Constants) -> Any:
         """Returns the FLOP/s of a large GEMM."""
         return c.of("speed", "rate", self.speed) * self.peak
+
+    def attention_forward(self, c: Constants) -> Any:
+        """Returns the seconds of attention's forward."""
+        return self.attends(c, np.minimum(self.seq, self.window))
 
     def attends(self, c: Constants, keys: Number) -> Any:
         """Returns the seconds of attention's forward if a query sees at most `keys` keys.
@@ -398,7 +369,8 @@ class StepWork:
         return 1e-6 * self.software(c, "batch_us")
 
 
-ROW_FIELDS = [f.name for f in fields(StepWork) if f.name != "ranks"]  # one number for each row
+# Fields with one number for each row.
+ROW_FIELDS = [f.name for f in fields(StepWork) if f.name not in ("ranks", "kinds")]
 
 
 EXPERTS = "mlp.experts."  # prefix of the names of the experts' operations
@@ -422,28 +394,19 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
         "vocab": model.padded_vocab_size,
         "tied": float(model.tie_embeddings),
         "seq": model.seq_length,
-        "window": np.inf if model.sliding_window is None else model.sliding_window,
-        "sliding": sum(layers_with_a_window(model)) / model.num_layers,
-        "sparse": len(model.expert_layers) / model.num_layers,
+        "window": np.inf,
         "experts": max(model.num_experts, 1),
         "active_experts": max(model.experts_per_token, 1),
         "expert_ffn": model.expert_size if model.num_experts else 0,
         "shared_ffn": model.shared_expert_size,
         "ep": 1,
         "load": 1,
-        "backward": shares.backward,
-        "trained": shares.weights,
+        "backward": 1,
+        "trained": 1,
         "embedding_trained": shares.embedding,
         "head_trained": shares.head,
+        "head_reached": float(shares.backward > 0),
     }
-
-
-def layers_with_a_window(model: ModelConfig) -> list[bool]:
-    """Returns whether each layer has a window; all count as such if the model has no window."""
-    return [
-        model.sliding_window is None or model.attention_kind(layer).window is not None
-        for layer in range(model.num_layers)
-    ]
 
 
 # Time of a pipeline in closed form (tested against `schedules/walk.py`)
@@ -545,14 +508,8 @@ def move(work: StepWork, c: Constants, bytes: Number) -> Any:
 
 
 def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """Returns the (forward, backward) seconds of one layer's scores, softmax and values.
-
-    They are the mean over layers with and without a window.
-    """
-    gap = 3 * c["gemm.gap_us"] * 1e-6
-    sliding = work.attends(c, np.minimum(work.seq, work.window)) + gap
-    full = work.attends(c, work.seq) + gap
-    forward = np.where(work.sliding == 1, sliding, full + work.sliding * (sliding - full))
+    """Returns the (forward, backward) seconds of one layer's scores, softmax and values."""
+    forward = work.attention_forward(c) + 3 * c["gemm.gap_us"] * 1e-6
     return forward, work.attention_backward * forward
 
 
@@ -674,18 +631,15 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     The total is about the host's time if the launches take longer than the kernels.
     """
     parts, waits = _of_layer(work.ops, work, c)
-    if np.any(work.sparse):
-        sparse, shown = _of_layer(work.expert_ops, work, c)
-        parts = {kind: work.mixed(dense, sparse[kind]) for kind, dense in parts.items()}
-        waits = work.mixed(waits, shown)
-        parts["exchange of tokens"] = work.sparse * _passes(work) * exchange(work, c)
+    if work.has_experts:
+        parts["exchange of tokens"] = _passes(work) * exchange(work, c)
     attends = parts["attention"]
     parts["tp collectives"] = waits + context_parallel(work, c, attends)
-    if np.any(work.overlap_ep):
+    if work.has_experts and np.any(work.overlap_ep):
         computes = sum(parts.values()) - parts["exchange of tokens"]
         # No kernel is launched while the host waits for the row counts.
         waits = np.where(work.ep > 1, 1e-6 * c["experts.wait_us"], 0.0)
-        wire = parts["exchange of tokens"] - work.sparse * _passes(work) * waits
+        wire = parts["exchange of tokens"] - _passes(work) * waits
         hidden = work.overlap_ep * hidden_seconds(wire, computes, work.microbatches)
         parts["exchange of tokens"] = parts["exchange of tokens"] - hidden
     return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
@@ -777,16 +731,25 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
 def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     """Returns the exposed seconds of a layer's cp traffic in the style `work.cp_style`.
 
-    For gather and ring, the result is the mean over all layers. Layers with a window count as 0,
-    because their halo traffic is neglected.
+    Layers with a window send only the keys and values that the window reaches, by all-to-all, if
+    the style is gather or ring.
 
     `attends`: seconds of attention in forward and backward.
     """
-    full = np.where(work.window < work.seq, 1 - work.sliding, 1.0)
     ranks, stride, w = work.cp, work.tp, work.widths
     rate, _ = message(work, c, ranks * stride <= work.gpus_per_node)
     wait = latency(work, c, ranks, stride, 1, "send_recv")
     again = sum(work.repeats(op) for op in work.ops if op.kind == "attention")
+
+    def calls(sent: SentCalls) -> Any:
+        return sent.count - sent.backward + work.backward * (sent.backward + again * sent.again)
+
+    # Each of a rank's two pieces of a sequence needs the keys of a window before it.
+    most = work.seq * (1 - 1 / ranks)
+    reached = work.micro_batch * np.minimum(2 * (np.minimum(work.window, work.seq) - 1), most)
+    halo: Any = 0.0
+    for sent in halo_sends(w, reached, reached, work.item):
+        halo = halo + calls(sent) * (sent.nbytes / rate + wait)
     found = []
     for style in STYLES:
         total: Any = 0.0
@@ -795,13 +758,12 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
                 one = gather(work, c, sent.nbytes, ranks, stride, sent.op)
             else:
                 one = bus_factor(sent.op, ranks) * sent.nbytes / rate + wait
-            count = (
-                sent.count - sent.backward + work.backward * (sent.backward + again * sent.again)
-            )
-            total = total + count * one
+            total = total + calls(sent) * one
+        total = exposed(style, total, attends, c["cp.exposed"])
+        if style != "heads":
+            total = np.where(work.window < work.seq, halo, total)
         possible = (style != "heads") | splits_heads(w.heads, w.key_heads, ranks)
-        total = total if style == "heads" else full * total
-        total = np.where(ranks > 1, exposed(style, total, attends, c["cp.exposed"]), 0.0)
+        total = np.where(ranks > 1, total, 0.0)
         found.append(np.where(possible, total, np.inf))
     same = np.broadcast_arrays(*found)
     return np.choose(work.cp_style.astype(int), [*same, np.minimum.reduce(same)])
@@ -829,7 +791,7 @@ def exchange(work: StepWork, c: Constants) -> Any:
 
 def _passes(work: StepWork) -> Any:
     """Returns the number of token exchanges in a layer's forward, backward and recomputation."""
-    again = sum(work.repeats(op) for op in work.expert_ops if op.name in PASSES)
+    again = sum(work.repeats(op) for op in work.ops if op.name in PASSES)
     return 2 + work.backward * (2 + again)
 
 
@@ -853,20 +815,19 @@ def hidden_seconds(exchanges: Any, computes: Any, microbatches: Any) -> Any:
 
 
 def _host(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds that the host needs to launch a layer's kernels, as a mean."""
+    """Returns the seconds that the host needs to launch a layer's kernels."""
     found = work.host_of_layer(c)
-    if not np.any(work.sparse):
+    if not work.has_experts:
         return found
     launches = 1 + work.recompute_layer / 3
-    return found + work.sparse * launches * c["experts.launch_us"] * 1e-6
+    return found + launches * c["experts.launch_us"] * 1e-6
 
 
 def head(work: StepWork, c: Constants) -> Any:
     """Returns the seconds of the head and the loss in forward and backward."""
     rows, columns = work.tokens, work.vocab / work.tp
     forward, of_input, of_weight = _matmul(work, c, rows, work.hidden, columns)
-    of_input = np.where(np.asarray(work.backward) > 0, of_input, 0.0)
-    matmuls = forward + (of_input + work.head_trained * of_weight)
+    matmuls = forward + (work.head_reached * of_input + work.head_trained * of_weight)
     return matmuls * work.head_slowdown + move(work, c, rows * columns * c["head.bytes"])
 
 
@@ -911,11 +872,11 @@ class StepTime:
 def step(work: StepWork, c: Constants) -> StepTime:
     """Returns the seconds of one step by part, with an element for each row of `work`."""
     batch = work.host_of_batch(c)
-    mean, each = work.of_layers(lambda w: _gathered(w, c, layer(w, c)[1]))
     ranks = work.ranks
-    held = np.where(ranks.exist, ranks.layers * each + _ends(work, c) + batch, 0.0)
+    seconds = [_gathered(kind, c, layer(kind, c)[1]) for kind in work.by_kind]
+    held = np.where(ranks.exist, _sum(ranks.counts, seconds) + _ends(work, c) + batch, 0.0)
     slowest = held.max(axis=0)
-    total = work.layers * mean + head(work, c) + embedding(work, c) + batch * work.pp
+    total = _sum(ranks.totals, seconds) + head(work, c) + embedding(work, c) + batch * work.pp
     span = pipeline_time(slowest, total, work.microbatches, work.chunks, work.split)
     busy = work.microbatches * slowest
     backward = held[0] * 2 / 3
@@ -929,10 +890,16 @@ def step(work: StepWork, c: Constants) -> StepTime:
     )
 
 
+def _sum(counts: Iterable[Any], of_kinds: Iterable[Any]) -> Any:
+    """Returns the sum over the kinds of layers of their number times a value."""
+    pairs = zip(counts, of_kinds, strict=True)
+    return sum(np.where(count > 0, count * value, 0.0) for count, value in pairs)
+
+
 def stage_parameters(work: StepWork) -> Any:
     """Returns the trained elements, without experts, of each rank of the pipeline."""
     ranks = work.ranks
-    layers = ranks.layers * (work.trained * work.of_layers(lambda w: w.parameters)[1])
+    layers = _sum(ranks.counts, (kind.trained * kind.parameters for kind in work.by_kind))
     table = work.vocab * work.hidden / work.tp
     shared = (ranks.embeds > 0) & (work.tied > 0)
     own_head = np.where(shared, 0, work.head_trained * table)
@@ -942,8 +909,8 @@ def stage_parameters(work: StepWork) -> Any:
 
 def expert_parameters(work: StepWork) -> Any:
     """Returns the trained elements of experts of each rank of the pipeline."""
-    each = work.of_layers(lambda w: w.expert_parameters)[1]
-    return work.trained * each * work.ranks.layers
+    each = (kind.trained * kind.expert_parameters for kind in work.by_kind)
+    return _sum(work.ranks.counts, each)
 
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
@@ -955,11 +922,10 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     ranks, stride = work.dp * work.cp, work.tp
     one = gather(work, c, work.item * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
-    if np.any(work.sparse):
-        elements, steps = _elements(work.expert_ops, of_experts=True), work.edp - 1
-        one = one + work.sparse * gather(work, c, work.item * elements, work.edp, work.ep)
-        rings = latency(work, c, work.edp, work.ep, steps) * np.where(work.edp > 1, 1.0, 0.0)
-        ring = ring + work.sparse * rings
+    if work.has_experts:
+        one = one + gather(work, c, work.item * work.expert_parameters, work.edp, work.ep)
+        rings = latency(work, c, work.edp, work.ep, work.edp - 1)
+        ring = ring + rings * np.where(work.edp > 1, 1.0, 0.0)
     wire = 3 * (one + ring * work.software(c, "dp_messages"))
     both = smooth_max(each, wire * c["fsdp.contention"])
     return np.where(work.zero >= 3, both, each)
@@ -985,12 +951,12 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
     layers, ranks = work.ranks.layers, work.dp * work.cp
     most = layers.max(axis=0)
     reduced, returned = _reductions(work, c, stage_parameters(work), most, ranks, work.tp)
-    if np.any(work.sparse):
-        most = (layers * work.ranks.sparse).max(axis=0)
+    if any(kind.has_experts for kind in work.by_kind):
+        sparse = _sum(work.ranks.counts, (float(kind.has_experts) for kind in work.by_kind))
+        most = sparse.max(axis=0)
         more = _reductions(work, c, expert_parameters(work), most, work.edp, work.ep)
-        sparse = work.sparse > 0
-        reduced = reduced + np.where(sparse, more[0], 0.0)
-        returned = returned + np.where(sparse, more[1], 0.0)
+        reduced = reduced + np.where(most > 0, more[0], 0.0)
+        returned = returned + np.where(most > 0, more[1], 0.0)
     odds = work.software(c, "dp_hidden")
     hidden = np.minimum(work.overlap_dp * from_odds(odds) * reduced, backward)
     shown = reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
@@ -1016,8 +982,7 @@ def _reductions(
 def _optimizer(work: StepWork, c: Constants) -> Any:
     ranks = np.where(work.zero > 0, work.dp * work.cp, 1.0)
     elements = stage_parameters(work) / ranks
-    if np.any(work.sparse):
-        elements = elements + expert_parameters(work) / np.where(work.zero > 0, work.edp, 1.0)
+    elements = elements + expert_parameters(work) / np.where(work.zero > 0, work.edp, 1.0)
     return move(work, c, elements.max(axis=0) * c["optimizer.bytes"])
 
 
@@ -1027,16 +992,16 @@ def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
     `work` must have a single row. The time beyond kernels and exposed collectives is listed as
     launches; it includes the gathers of zero=3.
     """
-    ends, layers = _ends(work, c), work.ranks.layers
-    busiest = int(np.argmax((layers * work.of_layers(lambda w: layer(w, c)[1])[1] + ends)[:, 0]))
-    count = float(work.microbatches[0])
-
-    def of_busiest(kind: str) -> float:
-        each = np.broadcast_to(work.of_layers(lambda w: layer(w, c)[0][kind])[1], layers.shape)
-        return count * float(layers[busiest, 0]) * float(each[busiest, 0])
-
-    found = {kind: of_busiest(kind) for kind in layer(work, c)[0]}
-    found["head and embedding"] = count * float(ends[busiest, 0])
+    ends, counts = _ends(work, c), work.ranks.counts
+    priced = [layer(kind, c) for kind in work.by_kind]
+    busiest = int(np.argmax((_sum(counts, (total for _, total in priced)) + ends)[:, 0]))
+    micro = float(work.microbatches[0])
+    found: dict[str, float] = {}
+    for count, (parts, _) in zip(counts, priced, strict=True):
+        for part, each in parts.items():
+            seconds = float(np.broadcast_to(each, np.shape(work.microbatches))[0])
+            found[part] = found.get(part, 0.0) + micro * float(count[busiest, 0]) * seconds
+    found["head and embedding"] = micro * float(ends[busiest, 0])
     rest = compute - sum(found.values())
     if rest < 0:  # the host never makes the GPU wait, and kernels overlap a little
         found = {kind: value * compute / sum(found.values()) for kind, value in found.items()}

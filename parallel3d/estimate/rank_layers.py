@@ -12,23 +12,25 @@ from parallel3d.schedules.orders import StageAssignment
 
 
 class RankLayers(NamedTuple):
-    """The layers of a pipeline rank, over all of its chunks, with embedding and head.
+    """The layers of a table of pipelines, by kind of layer, rank and row of the table.
 
-    The fields are numbers for one rank. For a table of layouts they are arrays with an axis of
-    ranks before the rows: the first rank, ranks between the ends, and the last rank.
+    The ranks are the first one, those between the ends that may be the slowest, and the last one.
 
     Attributes:
-        layers: number of layers.
-        sparse: share of the layers that have experts.
-        sliding: share of the layers that have a window, or 1 if the model has no window.
-        embeds, heads: 1 if the rank has the embedding, or the head, else 0.
+        counts: number of layers of each kind on each rank, over all of its chunks.
+        totals: number of layers of each kind in the model.
+        embeds, heads: 1 for ranks that have the embedding, or the head, else 0.
     """
 
-    layers: Any = 0
-    sparse: Any = 0
-    sliding: Any = 0
-    embeds: Any = 0
-    heads: Any = 0
+    counts: Any
+    totals: Any
+    embeds: Any
+    heads: Any
+
+    @property
+    def layers(self) -> Any:
+        """Returns the number of layers of each rank."""
+        return self.counts.sum(axis=0)
 
     @property
     def exist(self) -> Any:
@@ -36,77 +38,72 @@ class RankLayers(NamedTuple):
         return (self.layers > 0) | (self.embeds > 0) | (self.heads > 0)
 
 
-def even_ranks(counts: Sequence[int], sparse: float, sliding: float) -> list[RankLayers]:
-    """Returns the first rank, the largest one between the ends, and the last one.
+class Rank(NamedTuple):
+    """A rank of one pipeline: its number of layers of each kind, and whether it has the ends."""
 
-    Args:
-        counts: number of layers of each rank.
-        sparse, sliding: shares of the model's layers, which are also those of each rank.
-    """
-    first, *between, last = counts if len(counts) > 1 else (*counts, 0)
-    return [
-        RankLayers(first, sparse, sliding, 1, int(len(counts) == 1)),
-        RankLayers(max(between, default=0), sparse, sliding),
-        RankLayers(last, sparse, sliding, 0, int(len(counts) > 1)),
-    ]
+    layers: tuple[float, ...]
+    embeds: int = 0
+    heads: int = 0
 
 
-def rank_layers(
-    counts: Sequence[int],
-    assignment: StageAssignment,
-    experts: Sequence[bool],
-    windows: Sequence[bool],
-) -> list[RankLayers]:
+class Pipeline(NamedTuple):
+    """The ranks of one pipeline that `RankLayers` lists, and the model's layers of each kind."""
+
+    ranks: tuple[Rank, ...]
+    totals: tuple[int, ...]
+
+
+def pipeline_of(
+    counts: Sequence[int], assignment: StageAssignment, kind_of: Sequence[int], kinds: int
+) -> Pipeline:
     """Returns the first rank, those between the ends that may be the slowest, and the last one.
 
     A rank between the ends is never the slowest if another one has as many layers of each kind.
 
     Args:
         counts: number of layers of each stage.
-        experts, windows: whether each layer of the model has experts, and a window.
+        kind_of: index of the kind of each layer of the model.
+        kinds: number of kinds.
     """
-    held: list[list[int]] = [[] for _ in range(assignment.ranks)]
+    held: list[list[int]] = [[0] * kinds for _ in range(assignment.ranks)]
     for (rank, _), (begin, end) in zip(
         assignment.places, pairwise([0, *accumulate(counts)]), strict=True
     ):
-        held[rank] += range(begin, end)
-    numbers = [
-        (len(layers), sum(experts[i] for i in layers), sum(windows[i] for i in layers))
-        for layers in held
-    ]
+        for layer in range(begin, end):
+            held[rank][kind_of[layer]] += 1
+    numbers = [tuple(layers) for layers in held]
     embeds, heads = assignment.places[0][0], assignment.places[-1][0]
-
-    def made(number: tuple[int, int, int], rank: int | None = None) -> RankLayers:
-        layers, sparse, sliding = number
-        share = max(layers, 1)
-        ends = int(rank == embeds), int(rank == heads)
-        return RankLayers(layers, sparse / share, sliding / share, *ends)
-
+    last = assignment.ranks - 1
     between = sorted({*numbers[1:-1]})
     slowest = [
         one for one in between if not any(_covers(other, one) for other in between if other != one)
     ]
-    first, last = made(numbers[0], 0), made(numbers[-1], assignment.ranks - 1)
-    return [first, *map(made, slowest), last if assignment.ranks > 1 else RankLayers()]
+    made = [Rank(numbers[0], int(embeds == 0), int(heads == 0)), *map(Rank, slowest)]
+    end = Rank(numbers[-1], int(embeds == last), int(heads == last))
+    made.append(end if last else Rank((0,) * kinds))
+    return Pipeline(tuple(made), tuple(map(sum, zip(*held, strict=True))))
 
 
-def _covers(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    """Returns whether a rank has as many layers of each kind as another one.
-
-    Both are given by the numbers of layers, of layers with experts and of layers with a window.
-    """
-    layers, sparse, sliding = (a - b for a, b in zip(one, other, strict=True))
-    return min(sparse, layers - sparse, sliding, layers - sliding) >= 0
+def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Returns whether a rank has as many layers of each kind as another one."""
+    return all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def table_of(rows: Sequence[Sequence[RankLayers]]) -> RankLayers:
-    """Returns the ranks of several layouts as arrays of floats, of shape (ranks, layouts).
+def table_of(rows: Sequence[Pipeline]) -> RankLayers:
+    """Returns the ranks of several layouts as arrays of floats.
 
     Layouts with fewer ranks between the ends are filled with ranks without layers.
     """
-    most = max(map(len, rows))
-    filled = [
-        [first, *between, *[RankLayers()] * (most - 2 - len(between)), last]
-        for first, *between, last in rows
-    ]
-    return RankLayers(*np.moveaxis(np.array(filled, dtype=float), -1, 0).swapaxes(1, 2))
+    most, kinds = max(len(row.ranks) for row in rows), len(rows[0].totals)
+    filled = []
+    for row in rows:
+        first, *between, last = row.ranks
+        none = [Rank((0,) * kinds)] * (most - len(row.ranks))
+        filled.append([first, *between, *none, last])
+    counts = np.array([[rank.layers for rank in row] for row in filled], dtype=float)
+    ends = np.array([[rank[1:] for rank in row] for row in filled], dtype=float)
+    return RankLayers(
+        counts.transpose(2, 1, 0),
+        np.array([row.totals for row in rows], dtype=float).T,
+        *ends.transpose(2, 1, 0),
+    )

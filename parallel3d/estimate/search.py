@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -14,11 +14,12 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.dispatch import GATHER, largest_load
+from parallel3d.blueprint.layer_training import LayerTraining, layer_training, training_costs
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
-from parallel3d.blueprint.stages import balance_chunks, balance_layers, head_cost
+from parallel3d.blueprint.stages import LayerCosts, checked_split
 from parallel3d.config.fields import show
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device
@@ -34,17 +35,14 @@ from parallel3d.estimate.fitted_cost import (
     StepWork,
     attention,
     context_parallel,
-    layers_with_a_window,
     load_own,
     share_left,
     sizes_of_model,
 )
 from parallel3d.estimate.measured_rates import read
 from parallel3d.estimate.network import price_step
-from parallel3d.estimate.rank_layers import RankLayers, even_ranks, rank_layers, table_of
+from parallel3d.estimate.rank_layers import Pipeline, RankLayers, pipeline_of, table_of
 from parallel3d.models.declared import LayerKind
-from parallel3d.models.flops import layer_costs
-from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import PARTS, parts_of, spelled
 from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import AnyConfig, Config
@@ -120,7 +118,7 @@ def card_of(config: Config) -> tuple[str, Device]:
 
 
 def sizes_of(config: Config, ranks: int = 1) -> dict[str, Any]:
-    """Returns the fields of `StepWork` that do not depend on the layout, by name, and `model`.
+    """Returns the fields of `StepWork` that do not depend on the layout, by name, and `layers_of`.
 
     The hardware is the one that `cluster.file` has measured, or that of the cluster's datasheet.
     `ranks`: number of ranks of the layouts, which share the cores of a measured CPU.
@@ -132,7 +130,7 @@ def sizes_of(config: Config, ranks: int = 1) -> dict[str, Any]:
     return {
         **sizes_of_model(config.model, trained_shares(config.model, config.optim)),
         **hardware,
-        "model": config.model,
+        "layers_of": layers_of(config),
         "item": ITEM_BYTES.get(config.precision.name, 4.0),
         "overlap_tp": overlaps,
         "overlap_pp": overlaps,
@@ -258,7 +256,10 @@ def layouts(
             counts = _allowed(fixed, "micro_batch_size", MICRO_BATCHES if cp == 1 else [1])
             micro = [b for b in counts if mine % b == 0]
             even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
+            if given := stages_given(sizes):  # `schedule.layers_per_stage`
+                even = [given // pp] if given % pp == 0 else []
             chunks = [v for v in _allowed(fixed, "vpp", even) if v == 1 or 1 < pp <= layers // v]
+            chunks = [v for v in chunks if not given or v * pp == given]
             kinds = [spelled(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
             for ep in expert_sizes(sizes, tp * cp * dp, fixed):
                 copies = max(dp * cp, tp * cp * dp // ep if sizes["experts"] > 1 else 1)
@@ -267,6 +268,12 @@ def layouts(
                     if v == 1 or mine // b >= pp:
                         for schedule in schedules(pp, v, zero, fixed.get("schedule")):
                             yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero, cp, ep)
+
+
+def stages_given(sizes: Mapping[str, Any]) -> int:
+    """Returns the number of stages in `schedule.layers_per_stage`, or 0 if it is not given."""
+    layers: LayersOfModel | None = sizes.get("layers_of")
+    return len(layers.given) if layers is not None and layers.given else 0
 
 
 def expert_sizes(sizes: Mapping[str, float], ranks: int, fixed: Fixed) -> list[int]:
@@ -318,7 +325,7 @@ _COLUMNS = {
 def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> StepWork:
     """Returns the layouts as one `StepWork`, whose fields have an element per layout.
 
-    `sizes`: see `sizes_of`. Without `model`, the layers of all ranks are alike.
+    `sizes`: see `sizes_of`. Without `layers_of`, all layers are alike.
     """
     n = len(choices)
     column = {name: np.full(n, float(sizes.get(name, 0.0))) for name in ROW_FIELDS}
@@ -335,44 +342,77 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> 
     column["load"] = np.minimum(column["load"], most)
     column["overlap_ep"] *= [can_overlap(choice) for choice in choices]
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
-    work = StepWork(**column, ranks=RankLayers())
-    model: ModelConfig | None = sizes.get("model")
-    if model is not None and not _is_even(model):
-        places = [assignment_of(c.schedule, c.pp, c.vpp) for c in choices]
-        split = _uneven_split(model, {*places})
-    else:
-        # `head`: cost of the head in units of a layer's cost.
-        head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])
-        shares = sizes.get("sparse", 0.0), sizes.get("sliding", 0.0)
-        places = [StageAssignment(c.pp) for c in choices]
-        split = {
-            place: even_ranks(
-                balance_chunks(1.0, int(sizes["layers"]), place, last_extra=head), *shares
-            )
-            for place in {*places}
-        }
+    places = [assignment_of(c.schedule, c.pp, c.vpp) for c in choices]
+    layers: LayersOfModel = sizes.get("layers_of") or _alike(column)
+    split = {place: layers.pipeline(place) for place in dict.fromkeys(places)}
     every, index = table_of([*split.values()]), {place: i for i, place in enumerate(split)}
-    of_choices = [index[place] for place in places]
-    return replace(work, ranks=RankLayers(*(of[:, of_choices] for of in every)))
+    rows = [index[place] for place in places]
+    ranks = RankLayers(*(of[..., rows] for of in every))
+    return StepWork(**column, ranks=ranks, kinds=layers.kinds)
 
 
-def _is_even(model: ModelConfig) -> bool:
-    """Returns whether all layers of the model have the same operations and the same cost."""
-    experts = (model.has_experts(layer) for layer in range(model.num_layers))
-    return len({*zip(layer_costs(model), experts, strict=True)}) == 1
+@dataclass(frozen=True)
+class LayersOfModel:
+    """The layers of a model, and how a run divides them among stages.
+
+    Attributes:
+        kinds: the fields of `StepWork` of each kind of layer.
+        kind_of: index of the kind of each layer.
+        costs: the costs by which layers are balanced.
+        given: `schedule.layers_per_stage`, or None.
+    """
+
+    kinds: tuple[Mapping[str, float], ...]
+    kind_of: tuple[int, ...]
+    costs: LayerCosts
+    given: tuple[int, ...] | None = None
+
+    def pipeline(self, place: StageAssignment) -> Pipeline:
+        """Returns the ranks of a pipeline. Raises UserError if the layers cannot be divided."""
+        if self.given is None:
+            counts = self.costs.split(place)
+        else:
+            counts = checked_split(self.given, len(self.kind_of), place)
+        return pipeline_of(counts, place, self.kind_of, len(self.kinds))
 
 
-def _uneven_split(
-    model: ModelConfig, places: Collection[StageAssignment]
-) -> dict[StageAssignment, list[RankLayers]]:
-    """Returns the layers of each pipeline's ranks, divided as a run divides them (`Blueprint`)."""
-    costs, head = layer_costs(model), head_cost(model)
-    experts = [model.has_experts(layer) for layer in range(model.num_layers)]
-    windows = layers_with_a_window(model)
+def layers_of(config: Config) -> LayersOfModel:
+    """Returns the layers of the configuration's model."""
+    model, given = config.model, config.schedule.layers_per_stage
+    each = [
+        (LayerKind.of(model, layer), training)
+        for layer, training in enumerate(layer_training(model, config.optim))
+    ]
+    index = {kind: i for i, kind in enumerate(dict.fromkeys(each))}
+    return LayersOfModel(
+        tuple(_fields_of(*kind) for kind in index),
+        tuple(index[kind] for kind in each),
+        training_costs(model, config.optim),
+        None if given is None else tuple(given),
+    )
+
+
+def _fields_of(kind: LayerKind, training: LayerTraining) -> dict[str, float]:
+    """Returns the fields of `StepWork` in which kinds of layers differ."""
     return {
-        place: rank_layers(balance_layers(costs, place, head), place, experts, windows)
-        for place in places
+        "sparse": float(kind.experts),
+        "window": np.inf if kind.window is None else float(kind.window),
+        "heads": float(kind.heads),
+        "kv_heads": float(kind.kv_heads),
+        "head_size": float(kind.head_size),
+        "backward": float(training.backward),
+        "trained": training.trained,
     }
+
+
+def _alike(column: Mapping[str, Number]) -> LayersOfModel:
+    """Returns equal layers, with the head's cost in units of a layer's weights."""
+    size = {name: float(of[0]) for name, of in column.items()}
+    attention = 2 * size["head_size"] * (size["heads"] + size["kv_heads"])
+    weights = size["hidden"] * (attention + (2 + size["gated"]) * size["ffn"])
+    layers = int(size["layers"])
+    costs = LayerCosts((1.0,) * layers, size["vocab"] * size["hidden"] / weights)
+    return LayersOfModel(({},), (0,) * layers, costs)
 
 
 def ranked(

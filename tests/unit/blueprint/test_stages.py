@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-from parallel3d.blueprint.stages import balance_chunks, balance_layers, checked_split
+from parallel3d.blueprint.layer_training import training_costs
+from parallel3d.blueprint.stages import (
+    balance_chunks,
+    balance_layers,
+    checked_split,
+    head_cost,
+)
 from parallel3d.errors import UserError
+from parallel3d.models.flops import layer_costs
 from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.keys import OptimConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.keys import ScheduleConfig
@@ -168,6 +176,36 @@ def test_layers_of_two_costs_are_balanced_as_the_best_of_all_splits() -> None:
 
         assert most(tuple(itertools.accumulate(found))) == min(map(most, every))
     assert balance_layers((1.0,) * 12, StageAssignment(4), 3.0) == (3, 4, 4, 1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+def test_stages_of_frozen_layers_are_balanced_by_what_they_compute(name: str) -> None:
+    """A third of the FLOPs of a trained layer are left in a frozen one without a backward."""
+    model = ModelConfig(num_layers=24, hidden_size=64, num_attention_heads=4, vocab_size=64)
+    vpp = 1 if name == "1f1b" else 2
+    config = Config(model=model, pp=3, dp=1, vpp=vpp, global_batch_size=6)
+    config.schedule.name = name
+    frozen = ["embedding.*", *(f"layers.{layer}.*" for layer in range(12))]
+    config.optim.freeze = frozen
+    run = blueprint_of(config)
+    costs = training_costs(model, config.optim)
+    assert costs.layers[0] * 3 == pytest.approx(costs.layers[-1])
+    sums = [0.0] * 3
+    ends = [0, *itertools.accumulate(run.layers_per_stage)]
+    for (rank, _), (begin, end) in zip(
+        run.assignment.places, itertools.pairwise(ends), strict=True
+    ):
+        sums[rank] += sum(costs.layers[begin:end])
+    assert max(sums) - min(sums) <= costs.layers[-1] + costs.head
+    assert sum(run.layers_per_stage) == 24 and min(run.layers_per_stage) > 0
+
+
+def test_a_trained_layer_below_frozen_ones_makes_them_compute_a_backward() -> None:
+    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+    costs = training_costs(model, OptimConfig(freeze=["layers.[23].*"])).layers
+    assert costs[0] > costs[2] > 2 / 3 * costs[0]
+    every = training_costs(model, OptimConfig())
+    assert every.layers == layer_costs(model) and every.head == head_cost(model)
 
 
 def test_full_layers_cost_more_than_sliding_ones() -> None:

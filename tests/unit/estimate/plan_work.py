@@ -9,12 +9,18 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.planner.published_fit import time_guesses
-from benchmarks.planner.published_rows import FABRICS, recomputed, split_evenly
+from benchmarks.planner.published_rows import (
+    FABRICS,
+    KINDS,
+    even_pipeline,
+    recomputed,
+    split_evenly,
+)
 from benchmarks.planner.published_run import ROW_FIELDS as PUBLISHED
 from benchmarks.planner.published_run import PublishedRun
 from parallel3d.device.datasheets import DEVICES
 from parallel3d.estimate.fitted_cost import NETWORKS, ROW_FIELDS, SPEEDS, Constants, StepWork
-from parallel3d.estimate.rank_layers import RankLayers, even_ranks
+from parallel3d.estimate.rank_layers import RankLayers, table_of
 
 
 def constants(**over: float) -> Constants:
@@ -37,10 +43,13 @@ def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: 
         speed=SPEEDS.index(f"{device}/{type}"), fabric=NETWORKS.index(fabric),
     )  # fmt: skip
     made |= over
-    counts = split_evenly(int(made["layers"]), int(made["pp"]))
-    held = even_ranks(counts, made.get("sparse", 0.0), made.get("sliding", 1.0))
+    layers = int(made["layers"])
+    pipeline = even_pipeline(
+        split_evenly(layers, int(made["pp"])), bool(made.get("sparse")), layers
+    )
+    ranks = RankLayers(*(of[..., 0] for of in table_of([pipeline])))
     columns = {name: np.array(float(value)) for name, value in made.items()}
-    return StepWork(**columns, ranks=RankLayers(*np.array(held, dtype=float).T))
+    return StepWork(**columns, ranks=ranks, kinds=KINDS)
 
 
 def published(**over: float) -> PublishedRun:
@@ -53,7 +62,7 @@ def as_published(w: StepWork, **over: float) -> PublishedRun:
     """Returns a work as a `PublishedRun`, with Megatron's software unless `over` says otherwise."""
     given = {f.name: getattr(w, f.name) for f in fields(w)}
     card = DEVICES["h100"]
-    usual = {"flash": 1.0, "memory_bytes": card.memory_gib * 2**30} | over
+    usual = {"flash": 1.0, "sliding": 1.0, "memory_bytes": card.memory_gib * 2**30} | over
     names = [name for name in PUBLISHED if name not in given]
     more = {name: np.full(np.shape(w.layers), usual.get(name, 0.0)) for name in names}
     return PublishedRun(**given, **more)
@@ -64,7 +73,8 @@ Work = TypeVar("Work", bound=StepWork)
 
 def table(works: Sequence[Work]) -> Work:
     """Returns works of plain numbers as the rows of one."""
-    names = [f.name for f in fields(works[0]) if f.name != "ranks"]
+    names = [f.name for f in fields(works[0]) if f.name not in ("ranks", "kinds")]
     columns = {name: np.array([float(getattr(w, name)) for w in works]) for name in names}
     ranks = zip(*(w.ranks for w in works), strict=True)
-    return type(works[0])(**columns, ranks=RankLayers(*(np.stack(of, axis=-1) for of in ranks)))
+    stacked = RankLayers(*(np.stack(of, axis=-1) for of in ranks))
+    return type(works[0])(**columns, ranks=stacked, kinds=KINDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.planner.published_models import named
@@ -32,10 +34,16 @@ def of_published(name: str, **over: float) -> StepWork:
     return published(**{**named(name), **over})
 
 
+def of_layers(w: StepWork, of: Callable[[StepWork], float]) -> float:
+    """Returns the sum of a value over the layers without and with experts."""
+    dense, sparse = (of(kind) for kind in w.by_kind)
+    return float(w.layers * (dense + w.sparse * (sparse - dense)))
+
+
 def in_all(w: StepWork) -> float:
     """Returns a model's parameters in billions, at ep=1 and tp=1."""
-    layers = w.layers * (w.parameters + w.expert_parameters)
-    return float(layers + 2 * w.vocab * w.hidden) / 1e9
+    layers = of_layers(w, lambda kind: kind.parameters + kind.expert_parameters)
+    return (layers + float(2 * w.vocab * w.hidden)) / 1e9
 
 
 @pytest.mark.parametrize(
@@ -59,18 +67,21 @@ def test_published_models_have_their_parameters(name: str, billions: float) -> N
 )
 def test_a_token_uses_the_active_parameters(name: str, billions: float) -> None:
     w = of_published(name)
-    active = float(w.layers * w.multiplied + w.vocab * w.hidden) / 1e9
+    layers = of_layers(w, lambda kind: kind.multiplied)
+    active = (layers + float(w.vocab * w.hidden)) / 1e9
     assert active == pytest.approx(billions, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "olmoe_1b_7b", "mixtral_8x7b", "dots1"])
 def test_sizes_of_a_preset_agree_with_the_parameters_of_its_tensors(name: str) -> None:
     model = preset(name)
-    w = work(**sizes_of_model(model))
+    sparse = len(model.expert_layers) / model.num_layers
+    w = work(**sizes_of_model(model), sparse=sparse)
     assert in_all(w) == pytest.approx(parameter_count(model) / 1e9, rel=1e-3)
     tables = 2 * w.vocab * w.hidden
     active = active_parameter_count(model)
-    assert float(w.layers * w.multiplied + tables) == pytest.approx(active, rel=1e-3)
+    multiplied = of_layers(w, lambda kind: kind.multiplied)
+    assert multiplied + float(tables) == pytest.approx(active, rel=1e-3)
 
 
 def test_a_model_without_experts_costs_the_same_beside_one_with_experts() -> None:

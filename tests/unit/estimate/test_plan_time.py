@@ -15,7 +15,9 @@ from benchmarks.planner.published_rows import (
     split_evenly,
     stages_by_cost,
 )
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate import fitted_cost
+from parallel3d.estimate.attention_traffic import halo_sends, halo_tokens
 from parallel3d.estimate.fitted_cost import (
     gemm,
     layer,
@@ -146,20 +148,35 @@ def test_constants_in_the_repository_have_the_names_of_the_code() -> None:
 def test_attention_is_the_mean_of_sliding_and_full_layers() -> None:
     fitted, window = constants(), 512.0
     full, sliding, mixed = (
-        fitted_cost.attention(work(window=window, sliding=share), fitted)[0]
+        fitted_cost.attention(published(window=window, sliding=share), fitted)[0]
         for share in (0.0, 1.0, 0.75)
     )
     assert full == fitted_cost.attention(work(), fitted)[0]
+    assert sliding == fitted_cost.attention(work(window=window), fitted)[0]
     assert sliding < full / 3  # 512 keys of 2048 on average, and the cost of each call
     assert mixed == pytest.approx(0.25 * full + 0.75 * sliding)
 
 
-def test_layers_with_a_window_send_no_keys_but_those_of_all_heads() -> None:
-    fitted = constants()
-    for style, share in (("gather", 0.25), ("heads", 1.0)):
-        of = {"cp": 4, "cp_style": fitted_cost.STYLES.index(style), "window": 512.0}
-        some, every = (
-            fitted_cost.context_parallel(work(sliding=part, **of), fitted, 0.0)
-            for part in (0.75, 0.0)
-        )
-        assert some == pytest.approx(share * every)
+@pytest.mark.parametrize(("cp", "window"), [(4, 512), (8, 512), (8, 100_000)])
+def test_layers_with_a_window_send_the_keys_that_it_reaches(cp: int, window: int) -> None:
+    """A run's halo (`attention_traffic.halo_tokens`) is sent in the forward, and its gradients
+    in the backward."""
+    seq, c = 1 << 17, constants(**{"link.latency_us": 1e-9})
+    w = work(cp=cp, seq=seq, window=window, kv_heads=8, gpus_per_node=8)
+    sent, received = halo_tokens(SequenceSplit(seq, cp, window=window), 1, window)
+    calls = halo_sends(w.widths, max(sent), max(received), 2)
+    nbytes = sum(call.count * call.nbytes for call in calls)
+    found = float(fitted_cost.context_parallel(w, c, 0.0))
+    wanted = nbytes / float(w.link_rate * c["link.rate"])
+    assert found == pytest.approx(wanted, rel=0.02 if window < seq / cp / 2 else 0.3)
+    every = float(fitted_cost.context_parallel(work(cp=cp, seq=seq), c, 0.0))
+    assert (found < every / 4) == (window == 512)
+
+
+def test_layers_with_a_window_send_all_heads_as_others_do() -> None:
+    of = {"cp": 4, "cp_style": fitted_cost.STYLES.index("heads")}
+    some, every = (
+        fitted_cost.context_parallel(work(window=window, **of), constants(), 0.0)
+        for window in (512.0, float("inf"))
+    )
+    assert some == every
