@@ -106,13 +106,15 @@ def stage_weights(config: Config, balances: bool = False) -> StageWeights:
     `balances`: as in `StageWeights`.
     """
     model, given = config.model, config.schedule.layers_per_stage
+    divided_by = training_costs(model, config.optim)
+    costs = layer_costs(model) if divided_by.differ_widely else divided_by.layers
     return StageWeights(
-        layer_costs(model),
+        costs,
         head_cost(model),
         config.pp,
         None if given is None else tuple(given),
         balances,
-        training_costs(model, config.optim),
+        divided_by,
         repeated_share(model, Repeats.of(config.recompute), config.ep),
         tuple(config.recompute_layers or ()),
     )

@@ -121,8 +121,9 @@ def layer_flops(
 
 def layer_costs(model: ModelConfig) -> tuple[float, ...]:
     """Returns `layer_flops` of each layer."""
-    cost = {kind: layer_flops(model, kind) for kind in layer_kinds(model)}
-    return tuple(cost[LayerKind.of(model, layer)] for layer in range(model.num_layers))
+    kinds = [LayerKind.of(model, layer) for layer in range(model.num_layers)]
+    cost = {kind: layer_flops(model, kind) for kind in dict.fromkeys(kinds)}
+    return tuple(cost[kind] for kind in kinds)
 
 
 def repeated_share(model: ModelConfig, repeats: Repeats, ep: int = 1) -> float:
