@@ -12,9 +12,8 @@ from parallel3d.blueprint.blueprint import (
     LayerSettings,
     PipelineSettings,
 )
-from parallel3d.blueprint.layer_training import training_costs
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.stages import StageWeights, head_cost
+from parallel3d.blueprint.stages import StageWeights, head_cost, training_costs
 from parallel3d.models.flops import layer_costs, repeated_share
 from parallel3d.models.repeats import Repeats
 from parallel3d.run_config import Config

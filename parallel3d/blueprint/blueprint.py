@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from parallel3d.blueprint.layer_training import training_costs
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import ExpertWidths, LayerOps, ops_of, widths, with_experts
 from parallel3d.blueprint.parameters import first_trained, fixed_states, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
-from parallel3d.blueprint.stages import checked_split
+from parallel3d.blueprint.stages import checked_split, training_costs
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.declared import LayerKind, layer_kinds

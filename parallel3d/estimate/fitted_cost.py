@@ -22,7 +22,13 @@ from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.dispatch import ALL_TO_ALL, load_of_tokens, share_sent
 from parallel3d.blueprint.ops import ExpertWidths, Op, Widths, layer_ops
 from parallel3d.blueprint.sizes import STYLES, splits_heads
-from parallel3d.estimate.attention_traffic import SentCalls, exposed, halo_sends, sends
+from parallel3d.estimate.attention_traffic import (
+    HeadWidths,
+    SentCalls,
+    exposed,
+    halo_sends,
+    sends,
+)
 from parallel3d.estimate.rank_layers import RankLayers
 from parallel3d.models.flops import ALL_TRAINED, TrainedShares
 from parallel3d.models.keys import ModelConfig
@@ -748,12 +754,13 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     most = work.seq * (1 - 1 / ranks)
     reached = work.micro_batch * np.minimum(2 * (np.minimum(work.window, work.seq) - 1), most)
     halo: Any = 0.0
-    for sent in halo_sends(w, reached, reached, work.item):
+    heads = HeadWidths(w.queries, w.keys, w.key_heads)
+    for sent in halo_sends(heads, reached, reached, work.item):
         halo = halo + calls(sent) * (sent.nbytes / rate + wait)
     found = []
     for style in STYLES:
         total: Any = 0.0
-        for sent in sends(style, w, work.tokens, work.item, ranks):
+        for sent in sends(style, heads, work.tokens, work.item, ranks):
             if sent.op in ("all_gather", "reduce_scatter"):
                 one = gather(work, c, sent.nbytes, ranks, stride, sent.op)
             else:

@@ -14,12 +14,17 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.dispatch import GATHER, largest_load
-from parallel3d.blueprint.layer_training import LayerTraining, layer_training, training_costs
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout
 from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
-from parallel3d.blueprint.stages import LayerCosts, checked_split
+from parallel3d.blueprint.stages import (
+    LayerCosts,
+    LayerTraining,
+    checked_split,
+    layer_training,
+    training_costs,
+)
 from parallel3d.config.fields import show
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device

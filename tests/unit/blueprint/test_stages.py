@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from parallel3d.blueprint.layer_training import training_costs
 from parallel3d.blueprint.stages import (
     balance_chunks,
     balance_layers,
     checked_split,
     head_cost,
+    training_costs,
 )
 from parallel3d.errors import UserError
 from parallel3d.models.flops import layer_costs
