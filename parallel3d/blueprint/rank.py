@@ -97,10 +97,12 @@ class PipelineRank:
             on_accelerator=self.on_accelerator,
         )
 
-    @cached_property
+    @property
     def head_groups(self) -> int:
-        """Number of sets of key-value heads; context parallelism gathers one set at a time."""
-        kind = LayerKind.of(self.blueprint.model, 0)
+        return self.groups_of_heads(LayerKind.of(self.blueprint.model, 0))
+
+    def groups_of_heads(self, kind: LayerKind) -> int:
+        """Returns the number of sets of key-value heads; cp gathers one set at a time."""
         _, keys = (dim.local(self.layout.tp) for dim in heads_of(kind))
         heads, of_head = keys // kind.head_size, 2 * self.tokens * kind.head_size * self.item
         return heads // heads_at_once(heads, of_head)

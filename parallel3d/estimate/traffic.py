@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 from parallel3d.blueprint.buckets import Home, homes, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
@@ -29,6 +29,7 @@ from parallel3d.estimate.attention_traffic import (
 )
 from parallel3d.estimate.search import planned
 from parallel3d.models.declared import (
+    ATTENTION,
     WORD_EMBEDDING,
     LayerKind,
     heads_of,
@@ -44,6 +45,7 @@ from parallel3d.models.products import (
 )
 from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
+from parallel3d.trace.table import layer_traces
 
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 STATISTIC_BYTES = 4  # norms' statistics are fp32 or better
@@ -286,29 +288,51 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the cp traffic of attention (context_parallel/attention.py)."""
+    """Yields the cp traffic of attention (context_parallel/attention.py), and of other mixers."""
     blueprint = rank.blueprint
-    every = [(of, by.reach("attention.qkv")) for of, by in rank.layers_alike()]
-    for window in dict.fromkeys(of.kind.window for of, _ in every):
-        alike = [(of, back) for of, back in every if of.kind.window == window]
+    every = [
+        (of, by.reach("attention.qkv"), (of.kind.window, heads_of(of.kind), of.kind.head_size))
+        for of, by in rank.layers_alike()
+        if of.kind.mixer == ATTENTION
+    ]
+    for like in dict.fromkeys(like for _, _, like in every):
+        alike = [(of, back) for of, back, each in every if each == like]
         layers = sum(of.layers for of, _ in alike)
         with_backward = sum(of.layers for of, back in alike if back)
         recomputed = sum(of.recomputed for of, back in alike if back)
-        groups, calls = _attention(rank, window)
+        groups, calls = _attention(rank, alike[0][0].kind)
         for sent in calls:
             count = layers * (sent.count - sent.backward) + with_backward * sent.backward
             count += blueprint.layer.repeats.mixer * recomputed * sent.again
             count *= blueprint.microbatches * groups
             yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
+    if rank.layout.cp > 1:
+        yield from _traced_mixers(rank)
 
 
-def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[SentCalls]]:
-    """Returns (number of parts into which each call is split, cp calls) of a layer's attention."""
+def _traced_mixers(rank: PipelineRank) -> Iterator[Transfer]:
+    """Yields the cp traffic of mixers other than attention, as their traces say."""
     blueprint = rank.blueprint
-    w = HeadWidths.of(LayerKind.of(blueprint.model, 0), rank.layout.tp)
+    others = [of for of in rank.kinds if of.kind.mixer not in (ATTENTION, None)]
+    traces = layer_traces(blueprint) if others else {}
+    for of in others:
+        counts = of.layers - of.recomputed, of.recomputed
+        for layers, trace in zip(counts, traces[of.kind], strict=True):
+            passes = trace.at(blueprint.micro_batch_size)
+            sent = (passes.forward.sent, passes.repeated.sent, passes.backward.sent)
+            for each in chain(*sent):
+                if each.group == "cp":
+                    count = each.count * layers * blueprint.microbatches
+                    yield Transfer("cp", each.op, int(each.nbytes), count, "tokens of a mixer")
+
+
+def _attention(rank: PipelineRank, kind: LayerKind) -> tuple[int, Iterator[SentCalls]]:
+    """Returns (number of parts into which each call is split, cp calls) of a layer's attention."""
+    blueprint, window = rank.blueprint, kind.window
+    w = HeadWidths.of(kind, rank.layout.tp)
     style, drops, cp = blueprint.layer.cp_style, blueprint.model.dropout > 0, rank.layout.cp
     if window is None or drops or style == "heads":
-        groups = rank.head_groups if style == "gather" and not drops else 1
+        groups = rank.groups_of_heads(kind) if style == "gather" and not drops else 1
         return groups, sends(style, w, rank.tokens, rank.item, cp, drops)
     split = SequenceSplit.of_run(blueprint, 0)
     halo = halo_tokens(split, blueprint.micro_batch_size, window)

@@ -25,7 +25,7 @@ class LayerProduct(NamedTuple):
     Attributes:
         parameter: name of its local parameter within the layer.
         multiplied: multiply-adds of a token, over all ranks.
-        split: COLUMN or ROW; None: tensor parallelism does not cut it.
+        split: COLUMN or ROW, where a tensor-parallel layer gathers or sums; None: nothing is sent.
         before: the local parameters from which its input comes, if it reads no hidden states.
     """
 
@@ -48,15 +48,18 @@ def products_of(model: ModelConfig, kind: LayerKind) -> list[LayerProduct]:
         if not matrices:
             continue
         first, product = matrices[0], name.removesuffix(".weight")
-        module, before = product.rpartition(".")[0], ()
+        module, split = product.rpartition(".")[0], first.split
+        before: tuple[str, ...] = ()
         if first.dims[-1].name != "hidden":
+            # Without hidden states as its input, such as a convolution, it gathers nothing.
+            split = None if split == COLUMN else split
             earlier = [*held][:number]
             before = tuple(n for n in earlier if n.startswith(f"{module}."))
             if first.experts:  # the weights of a token's experts come from the router
                 before += tuple(n for n in earlier if n.startswith("mlp.router."))
         used = model.experts_per_token if first.experts else 1
         multiplied = used * sum(math.prod(tensor.shape) for tensor in matrices)
-        found.append(LayerProduct(name, multiplied, first.split, before))
+        found.append(LayerProduct(name, multiplied, split, before))
     return found
 
 
