@@ -42,7 +42,6 @@ def by_singular_values(update: torch.Tensor) -> torch.Tensor:
     return u * s @ v
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(24, 24), (40, 16), (16, 40), (1, 8), (8, 1)])
 def test_newton_schulz_moves_singular_values_to_one(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -149,6 +148,7 @@ def test_muon_without_momentum_is_refused() -> None:
         check_config(config, own_samples=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "asked", "wanted"),
     [

@@ -28,7 +28,6 @@ def composer() -> fuzz.Composer:
     return fuzz.Composer()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -80,6 +79,7 @@ def test_fuzzed_inputs_that_once_crashed_or_hung_are_refused_in_one_sentence(
     assert [part for part in parts if part not in found.text] == [], found.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

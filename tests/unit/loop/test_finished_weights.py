@@ -21,7 +21,6 @@ MIXTURE = replace(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -52,6 +51,7 @@ def test_a_start_says_what_changes_finished_weights(config: Config, words: list[
     assert all(word in sentence for word in words), sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "rate"), [([], 0.0), (["moe.bias_update_rate=0.001"], 0.001), (["moe.z_loss=1"], 0.0)]
 )
