@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from omegaconf import OmegaConf
 
-from parallel3d.blueprint.ops import layer_ops, widths
 from parallel3d.blueprint.parameters import parameter_count, stage_parameters
+from parallel3d.models.declared import LayerKind, layer
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import conf_dir
 
@@ -66,20 +66,28 @@ def shapes(model: ModelConfig) -> str:
         f"| output, tp={TP} |",
         "|---|---|---|---|---|---|---|",
     ]
-    one, split = (layer_ops(widths(model, tp)) for tp in (1, TP))
-    heads = model.num_attention_heads
-    for pair in zip(one, split, strict=True):
-        cells = [f"`{pair[0].name}`"]
-        for op, tp in zip(pair, (1, TP), strict=True):
-            k, n = int(op.inputs), int(op.outputs)
-            weight = f"{k} × {n}" if op.kind == "gemm" else ""
-            if op.kind == "attention":
-                local = heads // tp
-                weight = f"scores b · {local} × s × s, heads of {model.head_size}"
+    one, split = (operations(model, tp) for tp in (1, TP))
+    for name, whole in one.items():
+        cells = [f"`{name}`"]
+        for k, weight, n in (whole, split[name]):
             cells += [f"b · s × {k}", weight, f"b · s × {n}"]
-        if pair[0].kind in ("gemm", "attention"):
-            lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def operations(model: ModelConfig, tp: int) -> dict[str, tuple[int, str, int]]:
+    """Returns (input, weight, output) of each operation of the first layer, on one of tp ranks."""
+    kind, found = LayerKind.of(model, 0), {}
+    for name, tensors in layer(model, kind).items():
+        shapes = [tensor.local_shape(tp) for tensor in tensors]
+        if len(shapes[0]) == 1:
+            continue
+        k, n = shapes[0][1], sum(shape[0] for shape in shapes)
+        found[name.removesuffix(".weight")] = k, f"{k} × {n}", n
+        if name == "attention.qkv.weight":
+            scores = f"scores b · {kind.heads // tp} × s × s, heads of {kind.head_size}"
+            found["attention"] = n, scores, shapes[0][0]
+    return found
 
 
 def part() -> str:

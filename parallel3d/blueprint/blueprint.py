@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import ExpertWidths, LayerOps, ops_of, widths, with_experts
+from parallel3d.blueprint.ops import LayerOps, ops_of
 from parallel3d.blueprint.parameters import first_trained, fixed_states, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import checked_split, training_costs
@@ -20,6 +20,7 @@ from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models.declared import LayerKind, layer_kinds
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.products import repeats_anything
 from parallel3d.models.repeats import Repeats
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.schedules.choose import chosen, wanted
@@ -192,7 +193,7 @@ class Blueprint:
         device: the key `device`; all values except "cpu" mean a GPU.
         compiles: whether the forward and backward of the layers are compiled.
         load: number of rows of a rank's experts, divided by the mean over all ranks. A value
-            above 1 describes the fullest rank (`ops.ExpertWidths`).
+            above 1 describes the fullest rank.
     """
 
     model: ModelConfig
@@ -257,21 +258,13 @@ class Blueprint:
                 settings=self.balance,
                 load=self.load,
             )
-            for kind in layer_kinds(self.model)
+            for kind in self.kinds
         }
 
-    @property
-    def experts(self) -> ExpertWidths | None:
-        """Sizes of the experts on one rank; None for a model without experts."""
-        if not self.model.num_experts:
-            return None
-        w = widths(self.model, self.layout.tp, self.sequence_parallel)
-        return with_experts(w, self.model, self.layout.tp, self.layout.ep, self.balance).experts
-
     @cached_property
-    def repeats_attention(self) -> bool:
-        """Whether the backward of a recomputed layer repeats attention."""
-        return any(op.kind == "attention" for ops in self.ops.values() for op in ops.repeated)
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers in the model, dense ones first."""
+        return tuple(layer_kinds(self.model))
 
     @cached_property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -290,7 +283,8 @@ class Blueprint:
         counts = self.layers_per_stage
         last = len(counts) - 1
         begin = self.first_trained
-        repeats = any(ops.repeated for ops in self.ops.values())
+        model, parts = self.model, self.layer.repeats
+        repeats = any(repeats_anything(model, kind, parts) for kind in self.kinds)
         return tuple(
             StageBlueprint(
                 layers=range(end - n, end),

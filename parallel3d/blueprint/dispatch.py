@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.config.values import AUTO
+from parallel3d.models.keys import ModelConfig
 
 GATHER, ALL_TO_ALL = "gather", "all_to_all"
 
@@ -38,6 +39,11 @@ def largest_load(experts: Any, chosen: Any, ep: Any) -> Any:
     The load is the number of rows of the rank's experts, divided by the mean over `ep` ranks.
     """
     return ep * np.minimum(chosen, experts // ep) / chosen
+
+
+def most_load(model: ModelConfig, ep: int) -> float:
+    """Returns the largest possible load of a rank (see `largest_load`)."""
+    return float(largest_load(model.num_experts, model.experts_per_token, ep))
 
 
 def load_of_tokens(load: Any, share: Any) -> Any:

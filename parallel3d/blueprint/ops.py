@@ -19,16 +19,15 @@ import numpy as np
 from parallel3d.blueprint.dispatch import (
     ALL_TO_ALL,
     chosen_way,
-    largest_load,
     load_of_tokens,
+    most_load,
     share_sent,
 )
+from parallel3d.blueprint.sizes import Number
 from parallel3d.experts.keys import ExpertsConfig
 from parallel3d.models import declared
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
-
-Number = Any  # int, float or a numpy array
 
 
 class NormCost(NamedTuple):
@@ -150,11 +149,6 @@ def widths(
         bias=int(model.bias),
         window=kind.window,
     )
-
-
-def most_load(model: ModelConfig, ep: int) -> float:
-    """Returns the largest possible `ExpertWidths.load` (`dispatch.largest_load`)."""
-    return float(largest_load(model.num_experts, model.experts_per_token, ep))
 
 
 def with_experts(
@@ -417,36 +411,6 @@ def _experts(
 def repeated(ops: Sequence[Op], recompute: Collection[str]) -> list[Op]:
     """Returns the operations that the backward repeats for these parts of `recompute`."""
     return [op for op in ops if {*op.parts} & {*recompute}]
-
-
-def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
-    """Counts the column- and the row-parallel GEMMs."""
-    column, row = (sum(op.split == split for op in ops) for split in ("column", "row"))
-    return column, row
-
-
-def flops(ops: Sequence[Op], seq_length: Number, keys: Number | None = None) -> Number:
-    """Returns the forward FLOPs per token of the GEMMs and of attention's two matmuls.
-
-    `keys` is the number of keys that a query without a window sees, or None for the mean under a
-    causal mask.
-    """
-    gemms = sum(2.0 * op.rows * op.inputs * op.outputs for op in ops if op.kind == "gemm")
-    every = seq_length / 2 if keys is None else keys
-    attentions = [op for op in ops if op.kind == "attention"]
-    return gemms + sum(4.0 * op.outputs * keys_seen(op, seq_length, every) for op in attentions)
-
-
-def keys_seen(op: Op, seq_length: Number, every: Number) -> Number:
-    """Returns the mean number of keys that a query of an attention sees.
-
-    `every` is this mean without a window. It also holds if the window is at least as long as the
-    sequence.
-    """
-    window = op.window
-    if window is None or window >= seq_length:
-        return every
-    return window - window * (window - 1) / (2 * seq_length)
 
 
 def kept(ops: Sequence[Op]) -> tuple[Number, Number]:

@@ -110,13 +110,14 @@ class PipelineRank:
     def kinds_of(self, stage: StageBlueprint) -> list[LayersOfKind]:
         """Groups the layers of a stage by kind."""
         model, layers = self.blueprint.model, stage.layers
-        if len(self.ops) == 1:
-            return [LayersOfKind(next(iter(self.ops)), len(layers), stage.recomputed)]
+        kinds = self.blueprint.kinds
+        if len(kinds) == 1:
+            return [LayersOfKind(kinds[0], len(layers), stage.recomputed)]
         every = [LayerKind.of(model, layer) for layer in layers]
         again = every[: stage.recomputed]
         return [
             LayersOfKind(kind, every.count(kind), again.count(kind))
-            for kind in self.ops
+            for kind in kinds
             if kind in every
         ]
 
@@ -225,7 +226,7 @@ class PipelineRank:
         """Kind of layer → (elements of the layer's experts, elements of its other parameters)."""
         model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
-        for kind in self.ops:
+        for kind in self.blueprint.kinds:
             layer = next(n for n in range(model.num_layers) if LayerKind.of(model, n) == kind)
             held = stage_parameters(model, tp, range(layer, layer + 1), False, False, ep=ep)
             of_experts = sum(p.numel for p in held if p.expert)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.blueprint.ops import Number
+Number = Any  # int, float or a numpy array
 
 STYLES = ("gather", "heads", "ring")
 # A rank gathers at least this many bytes of its keys and values together, so that bandwidth and not

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel3d.blueprint.sizes import Number
 from parallel3d.context_parallel.halo import amounts, needed_by_ranks
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.declared import LayerKind, heads_of
-
-Number = Any  # int, float or a numpy array
 
 OVERLAPPED = ("gather", "ring")  # styles that send while attention computes
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
+from parallel3d.blueprint.dispatch import most_load
 from parallel3d.blueprint.in_flight import states_of
-from parallel3d.blueprint.ops import most_load
 from parallel3d.blueprint.parameters import LocalParameter
 from parallel3d.blueprint.rank import PipelineRank, sharded_numel
 from parallel3d.estimate.layer_memory import layers_of_stage

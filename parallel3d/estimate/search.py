@@ -48,7 +48,7 @@ from parallel3d.estimate.measured_rates import read
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import Pipeline, RankLayers, pipeline_of, table_of
 from parallel3d.models.declared import LayerKind
-from parallel3d.models.repeats import PARTS, parts_of, spelled
+from parallel3d.models.repeats import PARTS, Repeats, parts_of, spelled
 from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import AnyConfig, Config
 from parallel3d.schedules.orders import StageAssignment
@@ -586,7 +586,7 @@ def _sent_seconds(config: Config, style: str) -> float:
     cluster = cluster_from_config(config.cluster, layout.world_size)
     order = Tiling.parse(DEFAULT_ORDER, layout)
     tokens, item = config.micro_batch_size * config.local_seq_length, 2
-    again = blueprint_of(config).repeats_attention
+    again = Repeats.of(config.recompute).mixer
     sent = [
         Transfer("cp", s.op, int(s.nbytes), int(s.count + again * s.again), s.what)
         for s in sends(

@@ -102,6 +102,17 @@ def gradients_of(
     return Gradients(frozenset(inputs), frozenset(weights))
 
 
+def repeats_anything(model: ModelConfig, kind: LayerKind, repeats: Repeats) -> bool:
+    """Returns whether the backward of a layer repeats anything: some parts are not in all layers.
+
+    Norms that follow attention and MLP are not repeated by themselves, nor are the non-linearities
+    of experts.
+    """
+    norms = repeats.norm and kind.norm_position != "after"
+    activations = repeats.activation and (not kind.experts or model.shared_expert_size > 0)
+    return norms or activations or repeats.mixer or repeats.mlp
+
+
 def repeated_products(
     model: ModelConfig, kind: LayerKind, repeats: Repeats, ep: int = 1
 ) -> list[LayerProduct]:

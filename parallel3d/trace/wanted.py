@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.dispatch import most_load
 from parallel3d.blueprint.layout import Layout
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.repeats import NOTHING
@@ -42,8 +43,10 @@ class WantedTrace:
         """Returns the wanted trace of a layer of a run."""
         tp, cp, ep = blueprint.layout.tp, blueprint.layout.cp, blueprint.layout.ep
         dp = ep // math.gcd(ep, tp * cp) if ep else 1
+        # No rank has more than the tokens of its group.
+        load = min(blueprint.load, most_load(blueprint.model, ep)) if ep > 1 else 1.0
         return cls(
-            replace(blueprint, layout=Layout(tp=tp, cp=cp, dp=dp, ep=ep)),
+            replace(blueprint, layout=Layout(tp=tp, cp=cp, dp=dp, ep=ep), load=load),
             layer,
             recomputed and bool(blueprint.layer.repeats),
             blueprint.first_trained < layer,
@@ -77,7 +80,7 @@ class WantedTrace:
             "settings": settings,
             "precision": run.precision.name,
             "balance": (run.balance.aux_loss > 0, run.balance.z_loss > 0, run.balance.routing),
-            "load": run.load if run.layout.ep > 1 else 1.0,
+            "load": run.load,
             "frozen": sorted(n.removeprefix(prefix) for n in run.frozen if n.startswith(prefix)),
             "recomputed": self.recomputed,
             "of_inputs": self.of_inputs,

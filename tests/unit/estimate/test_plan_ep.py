@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.blueprint.dispatch import share_sent
-from parallel3d.blueprint.ops import most_load
+from parallel3d.blueprint.dispatch import most_load
 from parallel3d.cli.overrides import compose
 from parallel3d.commands.best_layout import take_layout
 from parallel3d.commands.plan import ROWS, Plan, searched, typed_keys
@@ -33,6 +32,7 @@ from parallel3d.estimate.search import (
 from parallel3d.resolve import layout_of
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config, check_config
+from parallel3d.trace.wanted import WantedTrace
 
 pytestmark = pytest.mark.nightly
 
@@ -152,11 +152,8 @@ def test_no_rank_has_more_than_the_tokens_of_its_group(
     config = config_of("model=moe_tiny", *words, f"ep={ep}", "dp=8")
     assert most_load(config.model, ep) == most
     blueprint = replace(planned(config), load=100.0)
-    x = blueprint.experts
-    assert x is not None
-    assert x.received == pytest.approx(ep * share_sent(experts, chosen, ep))
-    up = next(op for op in next(iter(blueprint.ops.values())).ops if op.name == "mlp.experts.up")
-    assert up.rows == chosen * most
+    last = config.model.num_layers - 1
+    assert WantedTrace.of(blueprint, last, recomputed=False).blueprint.load == most
 
 
 def test_the_largest_load_that_fits_is_found() -> None:
