@@ -3,6 +3,7 @@ in the list of mixers. The rest is derived."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,11 @@ DIFF = ROOT / "tests/fixtures/gated_convolution.diff"
 LAYERS = "model.layer_types=[gated_conv,full]"
 SMALL = ("model=llama_tiny", LAYERS, "device=cpu", "model.seq_length=32", "micro_batch_size=1",
          "global_batch_size=4")  # fmt: skip
+PLAYED = (
+    {"tp": 2, "sp": True, "recompute": "[norm,attention]"},
+    {"pp": 2, "rank": 0, "recompute": "full"},
+    {"cp": 2},
+)
 LARGE = ("model=llama3_8b", LAYERS, "model.num_layers=4", "cluster=dgx_h100")
 
 
@@ -27,7 +33,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a copy of the package and of its tests with the diff applied."""
     copy = tmp_path_factory.mktemp("mixer")
     ignored = shutil.ignore_patterns("__pycache__")
-    for folder in ("parallel3d", "conf", "tests"):
+    for folder in ("parallel3d", "conf", "benchmarks", "tests"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", copy)
     done = subprocess.run(
@@ -85,6 +91,14 @@ def test_a_new_mixer_is_planned_and_dry_run(copy: Path) -> None:
     assert "1.94 Gparameters" in found and "It fits" in found
     found = told(copy, "plan", *LARGE, "global_batch_size=16", "plan.confirm=1")
     assert "dry run" in found and "parallel3d train" in found
+
+
+def test_a_new_mixer_sends_and_keeps_what_a_dry_run_counts(copy: Path) -> None:
+    common = {"model": "llama_1b", "layers": 4, "dialect": {"layer_types": ["gated_conv", "full"]}}
+    common |= {"dp": 1, "micro_batch_size": 1, "global_batch_size": 4}
+    words = [word for case in PLAYED for word in ("--case", json.dumps(common | case))]
+    done = ran(copy, "benchmarks.planner.plan_dryrun", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_unknown_mixer_is_refused_with_the_nearest_one(copy: Path) -> None:
