@@ -16,7 +16,8 @@ from parallel3d.models.flops import keys_seen
 SIZES = (2, 4)  # numbers of sequences that are recorded, through which the lines go
 
 
-class Product(NamedTuple):
+@dataclass(frozen=True)
+class Product:
     """Equal matrix products: each of `count` kernels multiplies `groups` pairs of matrices.
 
     The factors are (rows, inner) and (inner, columns).
@@ -39,7 +40,8 @@ class Product(NamedTuple):
         return 2.0 * self.count * self.groups * self.rows * self.columns * self.inner
 
 
-class Attention(NamedTuple):
+@dataclass(frozen=True)
+class Attention:
     """Equal calls of the attention kernel.
 
     Attributes:
@@ -74,7 +76,8 @@ class Attention(NamedTuple):
         return self.count * self.products * rows * seen * (self.width + self.value_width)
 
 
-class Sent(NamedTuple):
+@dataclass(frozen=True)
+class Sent:
     """Equal collectives over a group of `ranks` ranks.
 
     Attributes:
@@ -90,7 +93,8 @@ class Sent(NamedTuple):
     nbytes: float
 
 
-class Other(NamedTuple):
+@dataclass(frozen=True)
+class Other:
     """Equal calls of an operator that multiplies no matrices.
 
     Attributes:
@@ -193,14 +197,14 @@ class RecordedEvents(NamedTuple):
     """Equal events of a pass.
 
     Attributes:
-        count: how many there are.
+        times: how often they happen.
         what: product, attention, sent, other or wait.
         again: whether they belong to a repeated forward.
         facts: values that do not depend on the number of sequences.
         numbers: those that do.
     """
 
-    count: int
+    times: int
     what: str
     again: bool
     facts: tuple[Any, ...]
@@ -222,10 +226,10 @@ class PassRecord(NamedTuple):
             if again is not None and event.again is not again:
                 continue
             if event.what == "wait":
-                waits += event.count
+                waits += event.times
                 continue
             numbers = [line.at(sequences) for line in event.numbers]
-            kinds[event.what].append(_MAKERS[event.what](event.count, *event.facts, *numbers))
+            kinds[event.what].append(_MAKERS[event.what](event.times, *event.facts, *numbers))
         every = (tuple(kinds[kind]) for kind in ("product", "attention", "sent", "other"))
         if again:
             return Pass(*every, waits)

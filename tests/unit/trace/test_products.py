@@ -1,0 +1,71 @@
+"""Tests that the FLOPs that follow from declarations are those of the products that layers run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.ready import run_code
+
+pytestmark = pytest.mark.slow
+
+DENSE = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 64}
+GATED = {"num_query_groups": 2, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+EXPERTS = DENSE | GATED | {"num_experts": 8, "expert_ffn_size": 16, "experts_per_token": 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": DENSE,
+    "after": DENSE | GATED | {"norm_position": "after", "qk_norm": True},
+    "sliding": DENSE | GATED | {"layer_types": ["sliding"], "sliding_window": 8},
+    "experts": EXPERTS,
+    "shared": EXPERTS | {"shared_expert_size": 24},
+    "gate": EXPERTS | {"shared_expert_size": 24, "shared_expert_gate": True},
+}
+WORDS = ("norm,activation", "attention", "mlp", "full")
+SCRIPT = """
+import json, sys
+from parallel3d.models.declared import LayerKind
+from parallel3d.models.flops import flops_of
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import Repeats
+from parallel3d.resolve import blueprint_of
+from parallel3d.run_config import Config
+from parallel3d.trace.recorder import record
+from parallel3d.trace.wanted import WantedTrace
+
+models, words = json.loads(sys.argv[1])
+cases, wanted = [], []
+for name, keys in models.items():
+    for word in words:
+        config = Config(model=ModelConfig(**keys, num_layers=2), recompute=word, device="cuda")
+        config.precision.name, config.micro_batch_size = "bf16", 1
+        cases.append((name, word, config.model))
+        wanted.append(WantedTrace.of(blueprint_of(config), 1, recomputed=True))
+for (name, word, model), trace in zip(cases, record(wanted), strict=True):
+    passes, kind = trace.at(1), LayerKind.of(model, 1)
+    traced, declared = [], []
+    for each, repeats in ((passes.forward, None), (passes.repeated, Repeats.of(word))):
+        length, found = model.seq_length, flops_of(model, kind, repeats)
+        traced += [each.product_flops, each.flops]
+        declared += [length * found.products, length * found.total(length, length / 2)]
+    backward = passes.backward.product_flops
+    print(json.dumps([name, word, traced + [backward], declared + [2 * declared[0]]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+    done = run_code(SCRIPT, json.dumps([MODELS, WORDS]))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(name, word): (traced, declared) for name, word, traced, declared in rows}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("word", WORDS)
+def test_the_products_of_a_layer_have_the_flops_of_its_declaration(
+    name: str, word: str, found
+) -> None:
+    traced, declared = found[name, word]
+    assert traced == declared
