@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallel3d.blueprint.layout import Layout
     from parallel3d.build import Trainer
+    from parallel3d.cli.fit import fit
     from parallel3d.cli.overrides import compose
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.commands.verify import verify
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from parallel3d.library.sequences import SplitSequences, context_parallel_attention
     from parallel3d.library.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.library.training_state import load, save
+    from parallel3d.loop.hooks import Hook, Run
     from parallel3d.run_config import Config, check_config
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -39,11 +41,13 @@ __all__ = [
     "ColumnParallelLinear",
     "Config",
     "DistributedDataParallel",
+    "Hook",
     "Layout",
     "Parallel3dError",
     "Pipeline",
     "ProcessGroups",
     "RowParallelLinear",
+    "Run",
     "Sample",
     "SplitSequences",
     "Trainer",
@@ -54,6 +58,7 @@ __all__ = [
     "clip_grad_norm_",
     "compose",
     "context_parallel_attention",
+    "fit",
     "full_state_dict",
     "init",
     "load",
@@ -68,11 +73,13 @@ _HOME = {
     "ColumnParallelLinear": "parallel3d.tensor_parallel.layers",
     "Config": "parallel3d.run_config",
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
+    "Hook": "parallel3d.loop.hooks",
     "Layout": "parallel3d.blueprint.layout",
     "Parallel3dError": "parallel3d.errors",
     "Pipeline": "parallel3d.library.module_pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
     "RowParallelLinear": "parallel3d.tensor_parallel.layers",
+    "Run": "parallel3d.loop.hooks",
     "Sample": "parallel3d.data.sampler",
     "SplitSequences": "parallel3d.library.sequences",
     "Trainer": "parallel3d.build",
@@ -82,6 +89,7 @@ _HOME = {
     "clip_grad_norm_": "parallel3d.library.grad_norm",
     "compose": "parallel3d.cli.overrides",
     "context_parallel_attention": "parallel3d.library.sequences",
+    "fit": "parallel3d.cli.fit",
     "full_state_dict": "parallel3d.library.state_dicts",
     "init": "parallel3d.library.init",
     "load": "parallel3d.library.training_state",

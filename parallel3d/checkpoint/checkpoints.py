@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from parallel3d.build import Trainer
-from parallel3d.checkpoint import identity
+from parallel3d.checkpoint import hook_states, identity
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     PARAMETER,
@@ -208,12 +208,19 @@ class Checkpoints:
 
     Args:
         say: called on rank 0 with each sentence to log for the user.
+        hooks: the hooks of a script whose states are saved, by name.
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, groups: ProcessGroups, say: Callable[[str], None]
+        self,
+        config: Config,
+        run_dir: Path,
+        groups: ProcessGroups,
+        say: Callable[[str], None],
+        hooks: Mapping[str, hook_states.Stateful] = {},
     ) -> None:
         self.config = config
+        self.hooks = hooks
         self.run_dir = run_dir
         self.groups = groups
         self.say = say
@@ -354,8 +361,13 @@ class Checkpoints:
         trainer.data_parallel.wait_for_all_gathers()
         state = chunks_by_name(trainer.saved_slices(), shared=True)
         self.number += 1
-        facts = self._facts(trainer, unwritten())
+        of_hooks = hook_states.collect(
+            self.hooks, self._from_all_ranks, self.groups.rank, self.device
+        )
+        state |= of_hooks.state
+        facts = self._facts(trainer, unwritten(), of_hooks.progress)
         expected = expected_elements(self.config.model, self.config.optim)
+        expected |= {(hook_states.KIND,): of_hooks.elements} if self.hooks else {}
         save = Save(step, self.number, state, facts, expected, trainer.copied)
         self.step_in_flight = self.saved_step = step
         # After the last step, the values no longer change, so no copy of them is needed.
@@ -410,25 +422,28 @@ class Checkpoints:
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
         """Loads a checkpoint on every rank; if it is damaged, sets it aside and returns None."""
 
-        def read() -> tuple[Manifest, TextComparison]:
+        def read() -> tuple[Manifest, TextComparison, hook_states.Restored]:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
+            of_hooks = hook_states.Restored.of(manifest, self.hooks, self.device)
             if compared.refusal is None:
-                read_state(folder, _to_read(trainer, manifest))
-            return manifest, compared
+                read_state(folder, _to_read(trainer, manifest) | of_hooks.state)
+            return manifest, compared, of_hooks
 
         found, damage = read_together(read, self._from_all_ranks)
         if found is None:
             self._set_aside(folder, damage)
             return None
-        manifest, compared = found
+        manifest, compared, of_hooks = found
         everyone = self._from_all_ranks(compared.refusal)
         if refusals := [refusal for refusal in everyone if refusal is not None]:
             raise UserError(refusals[0])
         if not manifest.has_ema:
             trainer.optimizer.start_ema()
-        if self.is_first_rank and compared.note is not None:
-            self._log_once([compared.note])
+        if self.is_first_rank:
+            self._log_once([compared.note] if compared.note is not None else [])
+            self._log_once(hook_states.notes(manifest.progress, self.hooks, manifest.step))
+        of_hooks.give(self.hooks, self.device)
         return manifest
 
     def _set_aside(self, folder: Path, damage: str | None) -> None:
@@ -466,10 +481,12 @@ class Checkpoints:
         elif not manifest.has_ema and self.config.optim.ema_decay is not None:
             self.say(f"the average of the weights starts from the weights of step {manifest.step}")
 
-    def _facts(self, trainer: Trainer, lines: tuple[str, ...]) -> Manifest:
+    def _facts(
+        self, trainer: Trainer, lines: tuple[str, ...], of_hooks: dict[str, Any]
+    ) -> Manifest:
         return Manifest(
             step=trainer.steps_done,
-            progress=trainer.progress(),
+            progress=trainer.progress() | of_hooks,
             config=dataclasses.asdict(self.config),
             data=facts_of(trainer.corpus) if trainer.corpus is not None else {},
             saved_at="",

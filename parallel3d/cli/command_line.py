@@ -123,9 +123,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 0 if the command succeeded, 1 if a rank failed or verify found a difference, 2 if
     the user's input is invalid, and 128 + n if signal n stopped the command.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    return _code_of(lambda: _run(_without_marks(words)))
+
+
+def run_script(command: Subcommand, arguments: Sequence[str]) -> int:
+    """Runs a subcommand with a script's own work, as `main` would; returns the exit code."""
+    return _code_of(lambda: _run_hydra(command, _without_marks(arguments)))
+
+
+def _code_of(run: Callable[[], int | None]) -> int:
+    """Runs a command line, and returns its exit code once its output is written."""
     prepare_streams()
     try:
-        code = _run(_without_marks(sys.argv[1:] if arguments is None else arguments))
+        code = _caught(run)
     except BrokenPipeError:  # a refusal was written to a pipe, as in `2>&1 | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         code = _reader_gone()
@@ -141,28 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: list[str]) -> int:
-    """Runs a command line; returns its exit code. Output may be left in the buffer."""
+def _caught(run: Callable[[], int | None]) -> int:
+    """Runs a command line, and logs its errors; returns the exit code."""
     try:
-        if not arguments or arguments[0] in ("help", *HELP):
-            names = arguments[1:] if arguments[:1] == ["help"] else []
-            print(help_text.of_names(names) if names else help_text.overview())
-        elif arguments[0] in ("-V", "--version"):
-            print(f"parallel3d {parallel3d.__version__}")
-        elif arguments[0] in ("-sc", "--shell-completion"):
-            if any(word.startswith("query=") for word in arguments):
-                verbs = {word: verbs for word, (_, verbs) in FAMILIES.items()}
-                help_text.complete(ALL, verbs)
-            else:
-                _run_hydra(SUBCOMMANDS[TRAIN], arguments)
-        elif arguments[0] in FAMILIES:
-            return FAMILIES[arguments[0]][0](arguments[1:])
-        elif " ".join(arguments[:2]) in SUBCOMMANDS:
-            _run_hydra(SUBCOMMANDS[" ".join(arguments[:2])], arguments[2:])
-        elif arguments[0] in SUBCOMMANDS:
-            _run_hydra(SUBCOMMANDS[arguments[0]], arguments[1:])
-        else:
-            raise UserError(_unknown_subcommand(arguments))
+        return run() or 0
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -180,6 +173,29 @@ def _run(arguments: list[str]) -> int:
         return FAILED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _run(arguments: list[str]) -> int:
+    """Runs a command line; returns its exit code. Output may be left in the buffer."""
+    if not arguments or arguments[0] in ("help", *HELP):
+        names = arguments[1:] if arguments[:1] == ["help"] else []
+        print(help_text.of_names(names) if names else help_text.overview())
+    elif arguments[0] in ("-V", "--version"):
+        print(f"parallel3d {parallel3d.__version__}")
+    elif arguments[0] in ("-sc", "--shell-completion"):
+        if any(word.startswith("query=") for word in arguments):
+            verbs = {word: verbs for word, (_, verbs) in FAMILIES.items()}
+            help_text.complete(ALL, verbs)
+        else:
+            _run_hydra(SUBCOMMANDS[TRAIN], arguments)
+    elif arguments[0] in FAMILIES:
+        return FAMILIES[arguments[0]][0](arguments[1:])
+    elif " ".join(arguments[:2]) in SUBCOMMANDS:
+        _run_hydra(SUBCOMMANDS[" ".join(arguments[:2])], arguments[2:])
+    elif arguments[0] in SUBCOMMANDS:
+        _run_hydra(SUBCOMMANDS[arguments[0]], arguments[1:])
+    else:
+        raise UserError(_unknown_subcommand(arguments))
     return 0
 
 
@@ -356,7 +372,7 @@ def _run_ranks(
     kind = _checked_here(command, config, place)
     for line in lines if place.rank == 0 else ():
         print_line(line)
-    return run_joined(command.name, config, place, kind, store)
+    return run_joined(command.name, config, place, kind, store, command.work)
 
 
 def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAssignment | None:
@@ -438,7 +454,7 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
         take_run(config, run_dir)
     for line in lines:
         print_line(line)
-    return run_here(command.name, config, run_dir, device, in_sweep=is_sweep())
+    return run_here(command.name, config, run_dir, device, in_sweep=is_sweep(), work=command.work)
 
 
 def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:

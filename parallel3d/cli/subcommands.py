@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from parallel3d.checkpoint.runs import CONFIG_FILE
 from parallel3d.commands.bench.checks import check_communication
@@ -15,6 +15,9 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import all_keys, sections_of
 from parallel3d.errors import UserError
 from parallel3d.run_config import Config, check_config, single_process
+
+if TYPE_CHECKING:
+    from parallel3d.run.worker import Work
 
 TRAIN, VERIFY, BENCH = "train", "verify", "bench comm"
 OWNERS = {"prompt": GENERATE}  # option outside of any section → the subcommand that it belongs to
@@ -35,6 +38,7 @@ class Subcommand:
         of_run: whether the subcommand takes the model from a run (`run=`).
         starts_ranks: whether the subcommand always starts its ranks itself, and refuses a launcher.
         resumes: whether the subcommand resumes a run of the given name if there is one.
+        work: what every rank does; None stands for the function in `run.worker.APPS`.
         needs_torch: whether the versions of torch and other packages are checked first.
     """
 
@@ -46,6 +50,7 @@ class Subcommand:
     starts_ranks: bool = False
     resumes: bool = False
     needs_torch: bool = True
+    work: Work | None = None
 
     def resumes_run(self, runs_dir: str, run: str | None) -> bool:
         """Returns whether the subcommand resumes a run, because one with this name exists."""

@@ -130,10 +130,10 @@ def last_of_each(words: Sequence[str]) -> tuple[list[str], list[str]]:
     set_by: dict[int, list[str]] = {}
     lines = []
     for place, word in enumerate(words):
-        typed, equals, value = word.partition("=")
-        if word.startswith("-") or not (equals or word.startswith("~")):
+        value = word.partition("=")[2]
+        if not (names := keys_of(word)):
             continue
-        set_by[place] = names = _names(typed.lstrip("+~"), word)
+        set_by[place] = names
         for name in names:
             before = seen.get(name)
             seen[name] = place
@@ -151,6 +151,14 @@ def last_of_each(words: Sequence[str]) -> tuple[list[str], list[str]]:
             if names == set_by[before] == [name]:
                 kept.pop(before, None)
     return list(kept.values()), lines
+
+
+def keys_of(word: str) -> list[str]:
+    """Returns the keys and groups that a word of the command line sets; [] for a flag."""
+    typed, equals, _ = word.partition("=")
+    if word.startswith("-") or not (equals or word.startswith("~")):
+        return []
+    return _names(typed.lstrip("+~"), word)
 
 
 def _names(name: str, word: str) -> list[str]:

@@ -101,18 +101,22 @@ class OperationLog:
         self.counts: dict[str, int] = {}
         self.newest: dict[str, LoggedOperation] = {}
         self._notes: list[LoggedOperation] = []
-        self._phase = ""
+        self._phase, self._repeats = "", True
         self._previous: dict[str, list[LoggedOperation]] = {}  # phase → entries of its last run
         # Pairs of a phase's entries and those of its previous run, latest phase first. Three
         # phases suffice for a step and an evaluation or a health check between two steps.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 
-    def boundary(self, phase: str) -> None:
-        """Begins a phase, such as "train step", which has the same operations in every run."""
+    def boundary(self, phase: str, repeats: bool = True) -> None:
+        """Begins a phase, such as "train step", which has the same operations in every run.
+
+        A phase with `repeats=False`, such as a user's hook, may have others in each run.
+        """
         self._closed.appendleft((self._notes, self._previous.get(self._phase, [])))
-        self._previous[self._phase] = self._notes
+        if self._repeats:
+            self._previous[self._phase] = self._notes
         self._notes = []
-        self._phase = phase
+        self._phase, self._repeats = phase, repeats
         self.progress += 1
 
     def start(

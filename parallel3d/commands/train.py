@@ -23,13 +23,15 @@ from parallel3d.faults.probe import preflight
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.loop.default_hooks import default_hooks
 from parallel3d.loop.evaluation import evaluate_only
-from parallel3d.loop.hooks import Run, spent
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.notices import acts_on_weights, log_notices
 from parallel3d.loop.open_data import make_trainer, open_data
+from parallel3d.loop.own_parts import OwnParts
 from parallel3d.loop.recording import header_facts, open_recorder
 from parallel3d.loop.requeue import REQUEUE, leave_marker
 from parallel3d.loop.run_steps import run_steps
+from parallel3d.loop.step_hooks import RankRun, spent
+from parallel3d.loop.user_hooks import UserHooks
 from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.metrics.recorder import Recorder
@@ -40,19 +42,22 @@ from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
 
 
-def train(config: Config, worker: Worker) -> None:
+def train(config: Config, worker: Worker, own: OwnParts | None = None) -> None:
     """Trains until `config.train_steps` steps are done; resumes a run that has checkpoints.
 
     The configuration must be checked, and torch.distributed must be initialised. A run resumes from
     its newest intact checkpoint. Rank 0 writes `metrics.jsonl`, `summary.json` and, with
     `train.save_weights`, `weights-initial.safetensors` and `weights-final.safetensors` into the run
-    directory.
+    directory. `own`: the parts that a script brings (`cli.fit.fit`), or None without a script.
 
     Raises:
         TrainingFailure: if the last checkpoint could not be written.
     """
     device = torch.device(worker.device)
     groups = make_groups(config, worker, device)
+    user_hooks = UserHooks([] if own is None else own.hooks, groups, worker)
+    if own is not None:
+        user_hooks.check_same()
     config = choose_style(config, worker)
     watchdog = worker.watchdog
     assert watchdog is not None
@@ -68,7 +73,8 @@ def train(config: Config, worker: Worker) -> None:
         config, groups, device, corpus, sets, lambda: worker.stop.number is not None
     )
     worker.phase = "looking for a checkpoint"
-    checkpoints = Checkpoints(trainer.config, worker.run_dir, groups, print_line)
+    user_hooks.open(trainer)
+    checkpoints = Checkpoints(trainer.config, worker.run_dir, groups, print_line, user_hooks.states)
     first_step = checkpoints.restore(trainer)
     is_saved = True
     if trainer.config.train.eval_only:
@@ -79,7 +85,7 @@ def train(config: Config, worker: Worker) -> None:
             facts = header_facts(trainer, corpus, sets) if worker.rank == 0 else {}
             if worker.rank == 0 and first_step == 1 and (checkpoints.resumed or begun_with):
                 print_line(acts_on_weights(trainer.config))
-            is_saved = run(trainer, worker, checkpoints, facts | begun_with)
+            is_saved = run(trainer, worker, checkpoints, user_hooks, facts | begun_with)
             worker.phase = "closing the process groups"
             watchdog.resume()
     groups.close()  # with NCCL this is collective, so that a missing rank makes it hang
@@ -170,7 +176,11 @@ def is_over(trainer: Trainer, worker: Worker, first_step: int, length_key: str) 
 
 
 def run(
-    trainer: Trainer, worker: Worker, checkpoints: Checkpoints, facts: Mapping[str, str]
+    trainer: Trainer,
+    worker: Worker,
+    checkpoints: Checkpoints,
+    user_hooks: UserHooks,
+    facts: Mapping[str, str],
 ) -> bool:
     """Runs the remaining steps and saves the results.
 
@@ -192,7 +202,8 @@ def run(
         dist.barrier()  # other ranks wait idle while rank 0 measures the peak of a CPU
         if recorder is not None:
             recorder.start(facts, checkpoints.lines)
-        steps = Run(trainer, worker, recorder, checkpoints, first, trainer.length.last_step)
+        last = trainer.length.last_step
+        steps = RankRun(trainer, worker, recorder, checkpoints, user_hooks, first, last)
         run_steps(steps, default_hooks(steps))
         record_totals(trainer, recorder)
         watchdog.pause()

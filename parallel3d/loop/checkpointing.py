@@ -4,28 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.trainer import StepResult
 
 
 @dataclass
-class Checkpointing(Hook):
+class Checkpointing(StepHook):
     """Saves checkpoints, which include the lines of metrics that are not on disk yet."""
 
-    run: Run
+    run: RankRun
 
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Saves if a checkpoint is due."""
-        run = self.run
+        run, is_due = self.run, self.run.checkpoints.is_due(result.step)
+        if is_due:
+            run.user_hooks.before_save(result.step)
         run.worker.phase = f"checkpoint after step {result.step}"
         with run.trainer.step_timer.range("checkpoint"), run.spent("checkpoint"):
             run.checkpoints.after_step(run.trainer, self._unwritten)
+        if is_due:
+            run.user_hooks.after_save(result.step)
 
     def stopped(self, step: int) -> None:
         """Saves the run when a signal ends it, unless `checkpoint.every` is 0."""
-        if self.run.trainer.config.checkpoint.every:
-            with self.run.spent("checkpoint"):
-                self.run.checkpoints.save(self.run.trainer, self._unwritten)
+        run = self.run
+        if not run.trainer.config.checkpoint.every:
+            return
+        is_new = run.checkpoints.saved_step != step
+        if is_new:
+            run.user_hooks.before_save(step)
+        with run.spent("checkpoint"):
+            run.checkpoints.save(run.trainer, self._unwritten)
+        if is_new:
+            run.user_hooks.after_save(step)
 
     def _unwritten(self) -> tuple[str, ...]:
         recorder = self.run.recorder

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from parallel3d.build import Trainer
 from parallel3d.data.tokens import look_at
 from parallel3d.errors import print_line
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult
 
@@ -25,14 +25,14 @@ def check_data(trainer: Trainer, worker: Worker) -> None:
 
 
 @dataclass
-class DataCheck(Hook):
+class DataCheck(StepHook):
     """Checks the files before an evaluation is recorded, a checkpoint is written or the run ends.
 
     Attributes:
         checked: the step after which the files were last checked; 0: they were not checked yet.
     """
 
-    run: Run
+    run: RankRun
     checked: int = 0
 
     def check(self, step: int) -> None:

@@ -8,17 +8,18 @@ from parallel3d.loop.checkpointing import Checkpointing
 from parallel3d.loop.data_check import DataCheck
 from parallel3d.loop.evaluation import Evaluation
 from parallel3d.loop.health_check import HealthCheck
-from parallel3d.loop.hooks import Hook, Run
 from parallel3d.loop.profiling import StepProfiler
 from parallel3d.loop.recording import BlendRecords, ExpertRecords, StepRecords
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.loop.timeline import StepTimeline
 
 
-def default_hooks(run: Run) -> list[Hook]:
+def default_hooks(run: RankRun) -> list[StepHook]:
     """Returns the hooks of a run on one rank."""
     profiler, data_check = StepProfiler(run.trainer, run.worker), DataCheck(run)
     return [
         StepTimeline(run),
+        run.user_hooks,  # their figures are part of the step's line
         StepRecords(run, is_profiled=profiler.steps.__contains__),
         profiler,  # it prints a table, which follows the line of the step
         Evaluation(run, data_check),

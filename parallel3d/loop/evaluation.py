@@ -9,7 +9,7 @@ from parallel3d.build import Trainer
 from parallel3d.device.fused import fuses
 from parallel3d.errors import UserError, print_line
 from parallel3d.loop.data_check import DataCheck, check_data
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.metrics.jsonl import append_line
 from parallel3d.metrics.recorder import evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines
@@ -22,13 +22,18 @@ EVALUATIONS = "evaluations.jsonl"  # the file to which `train.eval_only` appends
 EvaluationResult = tuple[float | None, dict[str, float | None], dict[str, Score]]
 
 
+def evaluates(trainer: Trainer) -> bool:
+    """Returns whether the run has samples to evaluate."""
+    return trainer.held_out is not None or bool(trainer.evaluated_sets)
+
+
 def evaluate(trainer: Trainer, worker: Worker) -> EvaluationResult | None:
     """Evaluates the held-out text and the validation sets; collective.
 
     Returns the loss of the held-out text (None without any), the losses of the parts of a blend,
     and the scores of the validation sets; returns None if the run has nothing to evaluate.
     """
-    if trainer.held_out is None and not trainer.evaluated_sets:
+    if not evaluates(trainer):
         return None
     worker.phase = f"evaluation after step {trainer.steps_done}"
     worker.log.boundary("evaluation")
@@ -46,13 +51,13 @@ def evaluate(trainer: Trainer, worker: Worker) -> EvaluationResult | None:
 
 
 @dataclass
-class Evaluation(Hook):
+class Evaluation(StepHook):
     """Evaluates when an evaluation is due, and validation sets also before a run's first step.
 
     `data_check` checks that the files are unchanged before a loss is recorded.
     """
 
-    run: Run
+    run: RankRun
     data_check: DataCheck
 
     def __post_init__(self) -> None:
@@ -68,23 +73,27 @@ class Evaluation(Hook):
         """
         if self.run.first > 1 or not self._is_on or not self.run.trainer.evaluated_sets:
             return
-        with self.run.watchdog_paused(), self.run.spent("evaluation"):
-            found = evaluate(self.run.trainer, self.run.worker)
-        self._compiles = False
-        if self.run.recorder is not None and found is not None:
-            self.run.recorder.evaluation(0, *found)
+        self._evaluate(0, is_watched=False)
 
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Evaluates and records the losses if an evaluation is due after the step."""
-        run, step = self.run, result.step
-        if not self._is_on or not run.evaluates_after(step):
-            return
-        with run.watchdog_paused(when=self._compiles), run.spent("evaluation"):
+        if self._is_on and self.run.evaluates_after(result.step):
+            self._evaluate(result.step, is_watched=not self._compiles)
+
+    def _evaluate(self, step: int, *, is_watched: bool) -> None:
+        run = self.run
+        if evaluates(run.trainer):
+            run.user_hooks.before_evaluation(step)
+        with run.watchdog_paused(when=not is_watched), run.spent("evaluation"):
             found = evaluate(run.trainer, run.worker)
         self._compiles = False
-        self.data_check.check(step)
-        if run.recorder is not None and found is not None:
-            run.recorder.evaluation(step, *found)
+        if step:
+            self.data_check.check(step)
+        if found is None:
+            return
+        figures = run.user_hooks.after_evaluation(step, *found)
+        if run.recorder is not None:
+            run.recorder.evaluation(step, *found, hooks=figures)
 
 
 def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel3d.faults.health import Health
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.trainer import StepResult
 
 
 @dataclass
-class HealthCheck(Hook):
+class HealthCheck(StepHook):
     """Checks the health of the training after every step, and records rollbacks to a checkpoint."""
 
-    run: Run
+    run: RankRun
     health: Health
 
     def after_step(self, result: StepResult, seconds: float) -> None:

@@ -1,87 +1,152 @@
-"""Defines the hooks that run around the steps of a run; `default_hooks` lists them in order."""
+"""Defines the hooks of a user's script, which `fit` runs around steps, evaluations and saves."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from parallel3d.build import Trainer
-from parallel3d.checkpoint.checkpoints import Checkpoints
-from parallel3d.metrics.recorder import Recorder
-from parallel3d.run.launch import Worker
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.errors import UserError
+from parallel3d.metrics.jsonl import STEP
+from parallel3d.metrics.loggers import NAMES
+from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
 
+# The first parts of names that the recorder and the loggers give to figures of their own.
+TAKEN = ("train", "speed", "eval", "time", "times", "memory", "valid", "experts", "parts", "hooks")
+METRIC = re.compile(r"[A-Za-z][A-Za-z0-9_.\- ]*(/[A-Za-z0-9_.\- ]+)*")
 
-@dataclass(frozen=True)
+
 class Run:
-    """Holds the objects that one rank needs to run its steps.
+    """A run on one rank, as its hooks see it (`Hook.run`).
 
     Attributes:
-        recorder: the writer of metrics on rank 0; None on other ranks.
-        first, last: the first and the last step since the run was last started or resumed.
+        config: the checked configuration.
+        groups: the process groups of this rank: `groups.tp`, `groups.pp`, `groups.cp`, `groups.dp`,
+            `groups.world`, and `groups.rank`.
+        device: the device of this rank.
+        stages: the pipeline stages of this rank, in order; each is an `nn.Module` with the layers
+            that this rank holds. `named_parameters` of a stage has the names of a checkpoint.
+        run_dir: the folder of the run.
     """
 
-    trainer: Trainer
-    worker: Worker
-    recorder: Recorder | None
-    checkpoints: Checkpoints
-    first: int
-    last: int
+    config: Config
+    groups: ProcessGroups
+    device: torch.device
+    stages: Sequence[nn.Module]
+    run_dir: Path
 
-    @contextmanager
-    def spent(self, part: str) -> Iterator[None]:
-        """Records the wall time of a `with` block as spent on `part`, for the run's goodput."""
-        with spent(self.recorder, part):
-            yield
+    def __init__(self, trainer: Trainer, run_dir: Path) -> None:
+        """Hooks are given their run; scripts do not make one."""
+        self.config, self.groups, self.device = trainer.config, trainer.groups, trainer.device
+        self.stages = trainer.stages
+        self.run_dir = run_dir
+        self._trainer = trainer
+        self._logged: dict[str, float | Tensor] = {}
+        self._logs = False  # whether a line of metrics follows
 
-    @contextmanager
-    def watchdog_paused(self, when: bool = True) -> Iterator[None]:
-        """Pauses the watchdog during a long `with` block; no-op if `when` is false."""
-        watchdog = self.worker.watchdog
-        assert watchdog is not None  # `train` has started it
-        if when:
-            watchdog.pause()
-        yield
-        if when:
-            watchdog.resume()
+    @property
+    def step(self) -> int:
+        """Returns the number of optimizer steps done."""
+        return self._trainer.steps_done
 
-    def evaluates_after(self, step: int) -> bool:
-        """Returns whether an evaluation follows a step.
+    @property
+    def last_step(self) -> int:
+        """Returns the number of the run's last step."""
+        return self._trainer.length.last_step
 
-        Evaluations follow every `train.eval_every`-th step and the last one.
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Adds a figure to the next line of metrics, that of the step or of the evaluation.
+
+        It is called in `before_step`, `after_step` and `after_evaluation`, on the ranks that have a
+        value; the line has the mean of their values. metrics.jsonl has it under `hooks`, W&B and
+        TensorBoard by its name, and the summary has the last one.
+
+        Args:
+            name: a name such as "probe/norm"; the first part must not be one that the recorder
+                uses, such as "train".
+            value: a number, or a tensor with one element.
         """
-        every = self.trainer.config.train.eval_every
-        return step == self.last or bool(every and step % every == 0)
+        if not self._logs:
+            raise UserError(
+                f"log({name!r}) has no line of metrics here: call it in before_step, after_step or "
+                "after_evaluation"
+            )
+        first = name.partition("/")[0]
+        if first in (*TAKEN, *NAMES, *STEP) or not METRIC.fullmatch(name):
+            raise UserError(
+                f"log({name!r}) must have a name of letters, digits and slashes whose first part "
+                f"is not {', '.join(TAKEN[:4])} or another of the recorder's; the nearest is "
+                f"probe/{re.sub(r'[^A-Za-z0-9_.]+', '_', name) or 'value'}"
+            )
+        self._logged[name] = value
 
-
-@contextmanager
-def spent(recorder: Recorder | None, part: str) -> Iterator[None]:
-    """Records the wall time of a `with` block as spent on `part`, for the run's goodput.
-
-    No-op if `recorder` is None.
-    """
-    start = time.perf_counter()
-    yield
-    if recorder is not None:
-        recorder.spent(part, time.perf_counter() - start)
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Returns the full tensors by name on rank 0's CPU, and {} on other ranks; collective."""
+        return self._trainer.full_parameters()
 
 
 class Hook:
-    """Base class of hooks; every rank has the same hooks in the same order.
+    """Base class of hooks, which `fit(hooks=[…])` runs around steps, evaluations and saves.
 
-    A hook overrides the methods that it needs. Each method may communicate with other ranks.
+    A hook overrides the methods that it needs. Every rank has the same hooks, and calls them in the
+    same order at the same steps, so a method may communicate with other ranks. An error in a method
+    ends the run, as any failure does.
+
+    A hook is made before the ranks start. It makes tensors in `before_run` or later, when `run` is
+    set. With `train.eval_only` no hook is called.
+
+    Attributes:
+        name: the name of its state in a checkpoint, which no other hook of the run may have; None
+            stands for the name of the class.
+        run: the run on this rank.
     """
+
+    name: str | None = None
+    run: Run
 
     def before_run(self) -> None:
         """Runs before the first step after the run is started or resumed."""
 
     def before_step(self, step: int) -> None:
-        """Runs before a step."""
+        """Runs before a step; steps are counted from 1."""
 
-    def after_step(self, result: StepResult, seconds: float) -> None:
-        """Runs after a step that took `seconds` of wall time."""
+    def after_step(self, result: StepResult) -> None:
+        """Runs after a step.
 
-    def stopped(self, step: int) -> None:
-        """Runs after the last step if a signal ends the run early."""
+        The result is equal on every rank. It has `step`, `loss` (nats per token; None if all tokens
+        are masked), `grad_norm` (before clipping), `lr`, `tokens` and `skipped` (whether the
+        parameters are unchanged, because a value was not finite).
+        """
+
+    def before_evaluation(self, step: int) -> None:
+        """Runs before the evaluation after a step; 0 is before the first step."""
+
+    def after_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+        """Runs after an evaluation; `row` is its line of metrics.jsonl, on every rank."""
+
+    def before_save(self, step: int) -> None:
+        """Runs before the checkpoint of a step, which then calls `state_dict`."""
+
+    def after_save(self, step: int) -> None:
+        """Runs after the checkpoint of a step, or after its start with `checkpoint.async_save`."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns what a checkpoint keeps of the hook, by names: tensors and values of JSON.
+
+        A rank returns the entries that it holds; an entry that several ranks hold must be equal on
+        them. Nothing is pickled.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the entries of all ranks, under any layout, tensors on this rank's device.
+
+        Runs before `before_run` of a resumed run, and when a run goes back to a checkpoint.
+        """

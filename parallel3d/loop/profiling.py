@@ -18,7 +18,7 @@ from parallel3d.build import Trainer
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 from parallel3d.errors import print_line
-from parallel3d.loop.hooks import Hook
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.models.transformer import Stage
 from parallel3d.private_names import memory_history
 from parallel3d.run.launch import Worker
@@ -32,7 +32,7 @@ SILENT = "99"  # a level above errors, because Kineto logs every start and stop 
 LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")
 
 
-class StepProfiler(Hook):
+class StepProfiler(StepHook):
     """Profiles the steps in `profile.steps` on the ranks in `profile.ranks`.
 
     Other ranks wait until the profiles are written. Because nsys and `torch.profiler` cannot both

@@ -14,7 +14,7 @@ from parallel3d.data.corpus import Blend, Corpus
 from parallel3d.data.sampler import Finite
 from parallel3d.device import accelerator
 from parallel3d.host.processes import process_begun
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import length_words
@@ -25,15 +25,16 @@ from parallel3d.trainer import StepResult
 
 
 @dataclass
-class StepRecords(Hook):
+class StepRecords(StepHook):
     """Records every step on rank 0; `is_profiled(step)` is true for steps under the profiler."""
 
-    run: Run
+    run: RankRun
     is_profiled: Callable[[int], bool]
 
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Writes the step's metrics to metrics.jsonl, the loggers and the screen."""
         trainer, recorder = self.run.trainer, self.run.recorder
+        figures = self.run.user_hooks.take()
         if recorder is None:
             return
         is_fp16 = trainer.config.precision.name == "fp16"
@@ -51,14 +52,15 @@ class StepRecords(Hook):
             imbalance=trainer.train_batches.imbalance,
             experts=result.experts and result.experts.row(),
             profiled=self.is_profiled(result.step),
+            hooks=figures or None,
         )
 
 
 @dataclass
-class BlendRecords(Hook):
+class BlendRecords(StepHook):
     """Records how much text was read from each part of a blend."""
 
-    run: Run
+    run: RankRun
 
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Writes a line when an evaluation is due."""
@@ -70,10 +72,10 @@ class BlendRecords(Hook):
 
 
 @dataclass
-class ExpertRecords(Hook):
+class ExpertRecords(StepHook):
     """Records how many tokens each expert gets."""
 
-    run: Run
+    run: RankRun
 
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Writes a line when an evaluation is due."""

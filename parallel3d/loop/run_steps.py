@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from parallel3d.device.fused import fuses
 from parallel3d.errors import print_line
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.step_hooks import RankRun, StepHook
 
 
-def run_steps(run: Run, hooks: Sequence[Hook]) -> None:
+def run_steps(run: RankRun, hooks: Sequence[StepHook]) -> None:
     """Runs the steps to the end, or until a signal stops the run (`worker.stopped`)."""
     trainer, worker = run.trainer, run.worker
     # The first step compiles graphs and an accelerator's fused kernels. This takes minutes on a

@@ -14,7 +14,7 @@ from parallel3d.build import Trainer
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
 from parallel3d.files import replace_durably
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.pipeline.executor import ActionTimes, TimedAction
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.draw import TimelinePicture
@@ -28,14 +28,14 @@ EVENTS, PICTURE = "timeline.json", "timeline.svg"
 
 
 @dataclass
-class StepTimeline(Hook):
+class StepTimeline(StepHook):
     """Times the actions of one step and draws the pipeline of rank 0.
 
     Rank 0 writes `timeline.svg`, which shows the measured step above a simulation with the measured
     costs, and `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
     """
 
-    run: Run
+    run: RankRun
 
     def __post_init__(self) -> None:
         is_on = self.run.trainer.config.schedule.timeline

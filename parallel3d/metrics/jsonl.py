@@ -16,6 +16,7 @@ survives a change of the batch size. A line may also have these entries:
 - `experts`: in a mixture of experts, figures by layer: `load` (tokens of the fullest expert over
   the mean), the number of `unused` experts, the `entropy` of the scores in nats, the z-loss `z`,
   the `bias` (its highest value minus its lowest), and the auxiliary loss `aux` if it is used.
+- `hooks`: the figures of a script's hooks, by their names (`Run.log`); evaluations may have it too.
 
 The line of an evaluation has `step`, `eval_loss` (null if there is no token to predict) and
 `tokens`. `eval_losses` maps the parts of a blend to their losses, and `valid` maps the sets of
@@ -47,6 +48,7 @@ from parallel3d.text import count
 
 METRICS = "metrics.jsonl"  # the file in a run's directory
 COUNTS = "expert_counts"
+HOOKS = "hooks"
 # Entries that a step's line always has.
 STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from parallel3d.checkpoint.identity import decisive
-from parallel3d.metrics.jsonl import value
+from parallel3d.metrics.jsonl import HOOKS, value
 from parallel3d.metrics.wandb_ledger import (
     HEADER_BYTES,
     Beginning,
@@ -44,7 +44,7 @@ NAMES = {
     "eval_loss": "eval/loss",
 }
 # Entries that hold several figures, with the prefix of the figures' names.
-_PARTS = {"times": "time/", "memory": "memory/", "eval_losses": "eval/loss of "}
+_PARTS = {"times": "time/", "memory": "memory/", "eval_losses": "eval/loss of ", HOOKS: ""}
 
 
 def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dict[str, float]:

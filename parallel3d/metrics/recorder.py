@@ -23,6 +23,7 @@ from parallel3d.errors import UserError, first_line
 from parallel3d.metrics import screen
 from parallel3d.metrics.jsonl import (
     COUNTS,
+    HOOKS,
     METRICS,
     STEP,
     MetricsFile,
@@ -111,6 +112,7 @@ class Recorder:
     _last: Mapping[str, Any] = field(default_factory=dict)  # the last step's line
     _evaluations: list[tuple[int, float | None]] = field(default_factory=list)  # (step, loss)
     _valid: dict[str, dict[str, Any]] = field(default_factory=dict)  # last scores by set
+    _hooks: dict[str, float | None] = field(default_factory=dict)  # the last figures by name
     _skipped: int = 0
     _unlearned: int = 0
     _said_unlearned: bool = False
@@ -251,6 +253,7 @@ class Recorder:
         eval_loss: float | None,
         of_parts: Mapping[str, float | None] = {},
         of_sets: Mapping[str, Score] = {},
+        hooks: Mapping[str, Any] = {},
     ) -> None:
         """Records an evaluation after `step` steps.
 
@@ -259,8 +262,10 @@ class Recorder:
             eval_loss: held-out loss in nats per token; None without a token to predict.
             of_parts: held-out losses by part of a blend.
             of_sets: scores by validation set.
+            hooks: figures of a user's hooks, by name.
         """
         row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
+        row |= {HOOKS: hooks} if hooks else {}
         self._count(row)
         self._log(row)
         reads_bytes = self.config.data.reads_bytes
@@ -353,6 +358,8 @@ class Recorder:
 
     def _count(self, row: Mapping[str, Any]) -> None:
         """Adds the line of a step or an evaluation to the summary."""
+        figures = row.get(HOOKS, {})
+        self._hooks |= {name: value(figures, name) for name in figures if name != "nonfinite"}
         if "eval_loss" in row:
             self._evaluations.append((row["step"], value(row, "eval_loss")))
             self._valid = row.get("valid", {})
@@ -407,6 +414,7 @@ class Recorder:
             "unlearned_steps": self._unlearned,
             **self._held_out(),
             "valid": self._valid or None,
+            **({HOOKS: finite(self._hooks)} if self._hooks else {}),
             "tokens_per_s": rates,
             "mfu": {
                 "value": None if rates["mean"] is None else self._mfu(rates["mean"]),

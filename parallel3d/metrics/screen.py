@@ -20,7 +20,7 @@ from parallel3d.blueprint.parameters import active_parameter_count, parameter_co
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.length import Length
 from parallel3d.loop.keys import TrainConfig
-from parallel3d.metrics.jsonl import value
+from parallel3d.metrics.jsonl import HOOKS, value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
@@ -223,6 +223,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
             parts.append(f"best {best:.4f} at step {summary['best_eval_step']:,}")
         rows["held-out loss"] = " · ".join(parts)
     rows["grad norm"] = _number(summary["grad_norm"], "#.3g")
+    rows |= {name: _number(figure, ".4g") for name, figure in _restored(summary).items()}
     if not summary["steps"]:  # the run took no step
         del rows["train loss"], rows["grad norm"]
     unlearned = summary["unlearned_steps"]
@@ -250,6 +251,12 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     if "error" in summary:
         rows["error"] = summary["error"]
     return rows
+
+
+def _restored(summary: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns the last figures of a script's hooks, with NaN and infinities restored."""
+    figures = summary.get(HOOKS, {})
+    return {name: value(figures, name) for name in figures if name != "nonfinite"}
 
 
 def goodput_words(spent: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ from parallel3d.run.failure import (
     report_end,
 )
 from parallel3d.run.launch import STOPPING, blocked_signals, is_nohup, kept_handlers, within
-from parallel3d.run.worker import APPS, local_worker_main, run_alone
+from parallel3d.run.worker import APPS, Work, local_worker_main, run_alone
 from parallel3d.run_config import Config
 from parallel3d.topology.placed_ranks import rank_of_launch
 
@@ -266,26 +266,34 @@ def listen_here(port: int) -> socket.socket:
 
 
 def run_here(
-    app: str, config: Config, run_dir: Path, device: DeviceChoice, *, in_sweep: bool = False
+    app: str,
+    config: Config,
+    run_dir: Path,
+    device: DeviceChoice,
+    *,
+    in_sweep: bool = False,
+    work: Work | None = None,
 ) -> int:
     """Runs all ranks of a run on this host, logs failures, and returns the exit code.
 
     Several ranks get a process each, and a single rank runs in this process. With `in_sweep`, more
     runs follow in this process, so even a single rank is forked: a process that has used torch
-    cannot be forked safely.
+    cannot be forked safely. `work` is as in `run_alone`.
     """
     drop_failed_output()
     print_line(device.line)
     try:
         if config.world_size == 1 and not in_sweep:
-            return run_alone(app, config, run_dir, device.kind)
-        return run_local_workers(app, config, run_dir, device.kind)
+            return run_alone(app, config, run_dir, device.kind, work)
+        return run_local_workers(app, config, run_dir, device.kind, work)
     except KeyboardInterrupt:
         discard_unused(run_dir)
         raise
 
 
-def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int:
+def run_local_workers(
+    app: str, config: Config, run_dir: Path, kind: str, work: Work | None = None
+) -> int:
     """Starts the ranks of `app` on this host, on devices of type `kind`, and waits for them.
 
     Returns the exit code. If a rank fails, all ranks end within seconds, and the last line on
@@ -307,7 +315,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
             listening.close()  # closes this process's copy only
             os.environ.update(_rank_environment(port, rank, world_size, starts))
             _set_threads(wanted)
-            return local_worker_main(app, config, run_dir, launcher, kind)
+            return local_worker_main(app, config, run_dir, launcher, kind, work)
 
         ranks = LocalRanks(world_size, live)
         if has_steps(app, config.train):

@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import Layout
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import PrefixStore, Store
 
+Work = Callable[[Config, Worker], int | None]  # what every rank of a subcommand does
 TAKING_S = 5.0  # maximum seconds that a signal waits until a run directory is complete
 
 # Subcommands that run on every rank, each with its module and its function. The function is called
@@ -70,8 +71,11 @@ APPS = {
 }
 
 
-def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
-    """Runs a single rank in this process, logs failures, and returns the exit code."""
+def run_alone(app: str, config: Config, run_dir: Path, kind: str, work: Work | None = None) -> int:
+    """Runs a single rank in this process, logs failures, and returns the exit code.
+
+    `work` is what the rank does; None stands for the subcommand's function in `APPS`.
+    """
     of_gpus = gpu_environment(kind, os.environ, config.cluster, tp=config.tp, zero=config.zero)
     os.environ.update(of_gpus | one_host_environment(os.environ))
     with blocked_signals(), nothing_collected():
@@ -84,7 +88,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
         try:
             worker.device = device_of_rank(kind, worker.local_rank)
             _join(app, config, worker, HashStore())
-            return _after(worker, _work(app, config, worker))
+            return _after(worker, _work(app, config, worker, work))
         except Exception as error:
             failed = failure.from_exception(config, worker, error)
             return report_end(failure.write(failed, error, run_dir), run_dir)
@@ -118,13 +122,19 @@ def count_ranks_here(
 
 
 def run_joined(
-    app: str, config: Config, place: RankAssignment, kind: str, store: PrefixStore | None = None
+    app: str,
+    config: Config,
+    place: RankAssignment,
+    kind: str,
+    store: PrefixStore | None = None,
+    work: Work | None = None,
 ) -> int:
     """Runs one of the ranks that a launcher started, on a device of type `kind`.
 
     Rank 0 creates the run directory and sends its name through `store`. If `store` is None, this
     function opens the store. Until all ranks have met, a signal ends this process. Every failing
-    rank logs a line of its own, but only one rank logs a UserError. Returns the exit code.
+    rank logs a line of its own, but only one rank logs a UserError. `work` is as in
+    `run_alone`. Returns the exit code.
     """
     if keeps_store(os.environ):  # without the agent, which has the store, nothing could be saved
         die_with_parent()
@@ -141,7 +151,7 @@ def run_joined(
             worker.phase = "agreeing on the run"
             config = agree_on_run(app, config, place, worker, store, kind)
             _join(app, config, worker, store)
-        return _after(worker, _work(app, config, worker))
+        return _after(worker, _work(app, config, worker, work))
     except Exception as error:
         report_hang(worker, error)
         failed = failure.from_exception(config, worker, error)
@@ -157,9 +167,14 @@ def _give_up(worker: Worker) -> None:
 
 
 def local_worker_main(
-    app: str, config: Config, directory: Path, launcher_pid: int, kind: str
+    app: str,
+    config: Config,
+    directory: Path,
+    launcher_pid: int,
+    kind: str,
+    work: Work | None = None,
 ) -> int:
-    """Runs a forked rank and returns its exit code.
+    """Runs a forked rank and returns its exit code; `work` is as in `run_alone`.
 
     A failing rank only records its failure; the launcher logs the failure that caused the others.
     """
@@ -176,7 +191,7 @@ def local_worker_main(
     try:
         worker.device = device_of_rank(kind, place.local_rank)
         _join(app, config, worker, rendezvous(config.launch, config.run, place))
-        code = _work(app, config, worker)
+        code = _work(app, config, worker, work)
         return EXIT_COMMAND_RESULT + code if code else 0
     except Exception as error:
         report_hang(worker, error)
@@ -213,12 +228,14 @@ def _join(app: str, config: Config, worker: Worker, store: Store) -> None:
     worker.phase = "start"
 
 
-def _work(app: str, config: Config, worker: Worker) -> int:
+def _work(app: str, config: Config, worker: Worker, work: Work | None) -> int:
     """Runs the subcommand, closes torch.distributed, and returns the exit code."""
     import torch.distributed as dist
 
-    module, name = APPS[app]
-    code = getattr(importlib.import_module(module), name)(config, worker) or 0
+    if work is None:
+        module, name = APPS[app]
+        work = cast(Work, getattr(importlib.import_module(module), name))
+    code = work(config, worker) or 0
     worker.phase = "closing"
     # Groups that are still referenced would abort when the exiting interpreter destroys them.
     gc.collect()

@@ -79,6 +79,15 @@ def test_a_job_ends_with_its_ranks_and_its_logs_are_private(shell: Shell, tools:
     assert (shell.cwd / "logs" / "5" / "starts").read_text() == "1 1 \n"
 
 
+def test_a_script_of_the_users_own_is_run_in_place_of_the_command(
+    shell: Shell, tools: Path
+) -> None:
+    (tools / "python").symlink_to(tools / "parallel3d")
+    ended = job(shell, tools, TRAIN, "tp=2", "run=r", PARALLEL3D_TRAIN="python my_train.py")
+    assert (ended.code, ended.err) == (0, "")
+    assert words_of_ranks(shell) == ["python", "my_train.py", "tp=2", "run=r"]
+
+
 @pytest.mark.parametrize("whose", ["somebody else's", "everybody's", "a link"])
 def test_a_folder_of_logs_that_others_may_write_is_refused(
     shell: Shell, tools: Path, whose: str

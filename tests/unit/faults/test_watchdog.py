@@ -23,8 +23,8 @@ from parallel3d.faults import watchdog as stacks
 from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
 from parallel3d.loop import evaluation, run_steps
 from parallel3d.loop.data_check import DataCheck
-from parallel3d.loop.hooks import Run
 from parallel3d.loop.keys import TrainConfig
+from parallel3d.loop.step_hooks import RankRun
 from parallel3d.run import failure
 from parallel3d.run.launch import Worker, within
 from parallel3d.run_config import Config
@@ -360,7 +360,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
     )
     for module in (run_steps, evaluation):
         monkeypatch.setattr(module, "fuses", lambda device: on_gpu)
-    run = Run(trainer, worker, None, Mock(), first=3, last=6)
+    run = RankRun(trainer, worker, None, Mock(), Mock(), first=3, last=6)
     run_steps.run_steps(run, [evaluation.Evaluation(run, DataCheck(run))])
     later = [("step", False), ("step", False), ("evaluation", False)]
     assert seen == [("step", rests), ("step", False), ("evaluation", rests), *later]

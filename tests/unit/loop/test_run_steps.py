@@ -15,15 +15,15 @@ from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.loop import data_check
 from parallel3d.loop.checkpointing import Checkpointing
 from parallel3d.loop.data_check import DataCheck
-from parallel3d.loop.hooks import Hook, Run
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.run_steps import run_steps
+from parallel3d.loop.step_hooks import RankRun, StepHook
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
 
 
-class Told(Hook):
+class Told(StepHook):
     """Records its calls, in one list with the other hooks."""
 
     def __init__(self, name: str, said: list[str]) -> None:
@@ -45,7 +45,7 @@ class Told(Hook):
 
 def run_of(
     folder: Path, first: int, last: int, stop_after: int | None = None, **keys: Any
-) -> tuple[Run, list[str]]:
+) -> tuple[RankRun, list[str]]:
     """Returns the steps of a trainer that computes nothing; a signal comes after `stop_after`."""
     said: list[str] = []
     worker = Worker(0, 0, 1, 1, folder, "local", watchdog=Mock())
@@ -64,7 +64,7 @@ def run_of(
         return StepResult(trainer.steps_done, 2.0, 1.0, 1e-3, 64, stop=stop)
 
     trainer.train_step = train_step
-    return Run(trainer, worker, None, Mock(), first, last), said
+    return RankRun(trainer, worker, None, Mock(), Mock(), first, last), said
 
 
 def test_hooks_are_called_around_each_step_in_their_order(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Trains from a user's script, with parts of the user's own (`fit`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from parallel3d.cli.command_line import run_script
+from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN
+from parallel3d.cli.words import keys_of
+from parallel3d.commands.train import train
+from parallel3d.errors import UserError, print_line, readable
+from parallel3d.loop.hooks import Hook
+from parallel3d.loop.own_parts import OwnParts
+from parallel3d.loop.user_hooks import check_hooks
+from parallel3d.run.failure import full_stop
+from parallel3d.run_config import ALTERNATIVES
+
+
+def fit(
+    config: Sequence[str] = (),
+    *,
+    hooks: Sequence[Hook] = (),
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Trains as `parallel3d train` does, with hooks of the script's own.
+
+        # my_train.py
+        import parallel3d as p3d
+        p3d.fit(["model=llama_tiny", "train.steps=200"], hooks=[MyHook()])
+
+    `python my_train.py tp=2 pp=2` starts the ranks on this host. `torchrun my_train.py tp=2`, srun
+    and `PARALLEL3D_TRAIN="python my_train.py" sbatch slurm/train.sbatch` start them on any hosts.
+    Words of the command line replace those of the script. The run is saved and resumed, and read
+    by all subcommands, as any other.
+
+    The ranks are forked from the script's process: before this call it makes no tensors on a GPU
+    and computes nothing with large ones. The call returns in that process alone, when the run is
+    done.
+
+    Args:
+        config: words as on the command line: keys and presets.
+        hooks: hooks around the steps, called in this order, and the same on every rank.
+        arguments: the words and flags of the command line; None stands for `sys.argv[1:]`.
+
+    Raises:
+        SystemExit: if the run failed or was stopped, with the exit code of `parallel3d train`; an
+            error of the user's is logged in a sentence first, and its code is 2.
+    """
+    argv = list(sys.argv)
+    typed = argv[1:] if arguments is None else list(arguments)
+    try:
+        check_hooks(hooks)
+        words = [*_not_replaced(config, typed), *typed]
+    except UserError as error:
+        print_line(readable(full_stop(str(error))))
+        raise SystemExit(2) from None
+    work = partial(train, own=OwnParts(hooks=tuple(hooks)))
+    try:
+        code = run_script(replace(SUBCOMMANDS[TRAIN], work=work), words)
+    finally:
+        sys.argv = argv  # Hydra has read its own
+    if code:
+        raise SystemExit(code)
+
+
+def _not_replaced(config: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """Returns the script's words that no word of the command line replaces."""
+    if isinstance(config, str) or not all(isinstance(word, str) for word in config):
+        raise UserError(
+            f"fit({config!r}) must have a list of words as on the command line, such as "
+            'fit(["model=llama_tiny", "train.steps=200"])'
+        )
+    given = {name for word in typed for name in keys_of(word)}
+    for group in ALTERNATIVES:  # a word for one of them also replaces the others
+        given |= {*group} if given & {*group} else set()
+    return [word for word in config if not given & {*keys_of(word)}]

@@ -1,0 +1,141 @@
+"""Trains by scripts that call `fit`: their starts, hooks, states and mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.checkpoint.manifest import read_manifest
+from parallel3d.checkpoint.storage import read_full
+from parallel3d.metrics.jsonl import rows_of
+from tests.e2e.command import TINY, TORCHRUN, Shell
+from tests.e2e.forked import Forked, run_forked
+
+pytestmark = pytest.mark.nightly
+
+WORDS = [*TINY, "precision=fp64", "optim.lr_decay_style=constant", "checkpoint.every=3"]
+# Keeps a mean of the losses on every rank, and one of the first layer on the ranks that hold it.
+SCRIPT = f"""
+import torch
+import parallel3d as p3d
+
+
+class Probe(p3d.Hook):
+    def before_run(self):
+        groups = self.run.groups
+        self.has_first = groups.pp.index == 0
+        if not hasattr(self, "loss"):
+            self.loss, self.first, self.steps = torch.zeros(1, dtype=torch.float64), 0.0, 0
+
+    def after_step(self, result):
+        self.steps += 1
+        self.loss = 0.5 * self.loss + result.loss
+        if self.has_first:
+            self.first += result.grad_norm
+            self.run.log("probe/first", self.first)
+
+    def after_evaluation(self, step, row):
+        self.run.log("probe/eval", row["eval_loss"])
+
+    def state_dict(self):
+        first = {{"first": self.first}} if self.has_first else {{}}
+        return {{"loss": self.loss, "steps": self.steps}} | first
+
+    def load_state_dict(self, state):
+        self.loss, self.steps, self.first = state["loss"], state["steps"], state["first"]
+
+
+if __name__ == "__main__":
+    p3d.fit({[word for word in WORDS if word != "train.eval_every=0"]!r}, hooks=[Probe()])
+"""
+EVALUATES = ("data.valid_fraction=0.1", "train.eval_every=3")
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """Returns the state of the hook in a checkpoint."""
+    (name, state), *_ = read_manifest(folder).progress["hooks"].items()
+    assert name == "Probe"
+    return state["values"] | {"loss": read_full(folder, ("hook",))["hook/Probe/loss"].item()}
+
+
+def run_of(shell: Shell, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the state of the hook after step 6, and the lines of the steps."""
+    folder = shell.cwd / "runs" / name
+    rows = [row for row in rows_of(folder / "metrics.jsonl") if "loss" in row]
+    return kept(folder / "checkpoints" / "step-00000006"), rows
+
+
+def test_a_hooks_figures_and_state_are_the_same_after_a_resume_under_another_layout(
+    shell: Shell,
+) -> None:
+    words = (*shell.text(), *EVALUATES)
+    assert run_forked(shell, "-c", SCRIPT, "run=one", "train.steps=6", *words).code == 0
+    first = run_forked(shell, "-c", SCRIPT, "run=two", "tp=2", "pp=2", *words)
+    assert first.code == 0, first.err
+    again = ("run=two", "tp=1", "pp=2", "dp=1", "train.steps=6")
+    second = run_forked(shell, "-c", SCRIPT, *again, *words, ranks=2)  # started by a launcher
+    assert second.code == 0, second.err
+    assert "begins anew" not in second.err
+    (one, alone), (two, together) = run_of(shell, "one"), run_of(shell, "two")
+    assert one["steps"] == two["steps"] == 6
+    assert two == pytest.approx(one, rel=1e-9)
+    figures = [[row["hooks"]["probe/first"] for row in rows] for rows in (alone, together)]
+    assert figures[1] == pytest.approx(figures[0], rel=1e-9)
+    summary = json.loads((shell.cwd / "runs" / "two" / "summary.json").read_text())
+    assert summary["hooks"]["probe/first"] == together[-1]["hooks"]["probe/first"]
+    assert summary["hooks"]["probe/eval"] == summary["eval_loss"]
+    assert "probe/first" in second.out  # the closing panel
+
+
+def test_a_script_starts_its_ranks_and_a_word_of_the_command_line_replaces_its_own(
+    shell: Shell,
+) -> None:
+    (shell.cwd / "my_train.py").write_text(SCRIPT)
+    script = (sys.executable, "my_train.py")
+    words = ("run=r", "dp=2", "train.tokens=256", "checkpoint.every=0")
+    ended = shell.run(*script, *words, *shell.text(), "train.eval_every=0")
+    assert ended.code == 0, ended.err
+    assert "given twice" not in ended.err
+    rows = rows_of(shell.cwd / "runs" / "r" / "metrics.jsonl")
+    assert [row["tokens"] for row in rows if "loss" in row] == [128, 256]
+    refused = shell.run(*script, "tpp=2")
+    assert refused.code == 2
+    assert "nearest is tp" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_a_hook_that_one_rank_lacks_and_an_error_in_a_hook_end_the_run_in_a_sentence(
+    shell: Shell,
+) -> None:
+    words = (*shell.text(), "dp=2", "checkpoint.every=0", "train.eval_every=0")
+    lacks = SCRIPT.replace("[Probe()]", "[Probe()] if os.environ['RANK'] == '0' else []")
+    launched = Forked(shell)
+    launched.add_world(2, "-c", "import os\n" + lacks, "run=a", *words)
+    launched.start()
+    ranks = launched.ends()
+    assert [rank.code for rank in ranks] == [2, 2]
+    said = "".join(rank.err for rank in ranks)
+    assert "fit(hooks=[]) on rank 1 must be hooks=['Probe'], as on rank 0" in said
+    assert "Traceback" not in said
+    fails = SCRIPT.replace("self.steps += 1", "self.steps += 1 / (self.run.groups.dp.index - 1)")
+    ended = run_forked(shell, "-c", fails, "run=b", *words)
+    assert ended.code == 1
+    said = ended.errors[-1]
+    assert "rank 1 (pp 0, dp 1, tp 0)" in said
+    assert "failed in hook Probe, after step 1" in said
+    assert "ZeroDivisionError" in said
+
+
+def test_torchrun_starts_the_script(shell: Shell) -> None:
+    (shell.cwd / "my_train.py").write_text(SCRIPT)
+    words = (*shell.text(), "run=r", "tp=2", "checkpoint.every=0", "train.eval_every=0")
+    ended = shell.run(*TORCHRUN, "--nproc-per-node=2", "my_train.py", *words)
+    assert ended.code == 0, ended.err
+    rows = rows_of(shell.cwd / "runs" / "r" / "metrics.jsonl")
+    *_, last = (row for row in rows if "loss" in row)
+    assert last["step"] == 3
+    assert "probe/first" in last["hooks"]
