@@ -99,7 +99,6 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     shapes = full_shapes_of(model)
     wide = {name for tensor in full_tensors(model) if tensor.wide for name in tensor.names}
     tensors: list[HFTensor] = []
-    turned = (model.head_size, int(model.head_size * model.rotary_percent))
     for theirs, parts, in_layer in _pairs(model, kind):
         if parts[0] not in shapes:
             continue
@@ -107,8 +106,12 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
         shape = (sum(rows), *shapes[parts[0]][1:])
         transposed = kind == GPT2 and in_layer and len(shape) == 2
         shape = shape[::-1] if transposed else shape
-        module = parts[0].split(".", 2)[-1].rpartition(".")[0]
-        pairs = turned if FAMILIES[kind].pairs and module in TURNED else None
+        pairs = None
+        if FAMILIES[kind].pairs and in_layer:
+            _, layer, name = parts[0].split(".", 2)
+            if name.rpartition(".")[0] in TURNED:
+                size = model.attention_kind(int(layer)).head_size
+                pairs = size, int(size * model.rotary_percent)
         tensors.append(HFTensor(theirs, parts, rows, shape, transposed, parts[0] in wide, pairs))
     if OWN_HEAD in shapes:
         rows = shapes[OWN_HEAD][:1]
