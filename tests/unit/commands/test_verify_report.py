@@ -25,6 +25,7 @@ def test_a_step_without_a_token_to_learn_is_compared_too(
     assert list(table([row], Layout()).columns[1].cells) == ["none"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["recompute_layers", "offload_layers"])
 def test_one_process_reports_no_numbers_for_stages(key: str) -> None:
     config = compose("pp=2", "recompute=full", f"{key}=[2,1]", "model.num_layers=3")

@@ -88,6 +88,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest_choice(
     assert text.count(".\n") == 0 and text.endswith(".")
 
 
+@pytest.mark.slow
 def test_any_sizes_make_a_cluster_or_a_refusal_whose_advice_works():
     rng = random.Random(3)
     refused = 0

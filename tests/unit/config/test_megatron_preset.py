@@ -91,6 +91,7 @@ def test_differently_spelled_flags_and_the_shape_of_a_gpt(values: dict[str, Any]
     assert {name: values[name] for name in wanted} == wanted
 
 
+@pytest.mark.slow
 def test_the_line_with_sequence_parallel_changes_only_sp_and_recompute(
     values: dict[str, Any],
 ) -> None:

@@ -111,12 +111,14 @@ def check_remedies(
         check_remedies(again, tried, world_size, steps - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", range(len(BAD)), ids=lambda row: str(BAD[row][0]))
 def test_remedies_for_a_configuration_end_its_refusals(row: int) -> None:
     changes, world_size, _ = BAD[row]
     check_remedies(said_of(row), changes, world_size, STEPS)
 
 
+@pytest.mark.slow
 def test_most_refusals_of_a_configuration_have_a_remedy_that_is_tried() -> None:
     said = [said_of(row) or "" for row in range(len(BAD))]
     assert sum(bool(remedies(sentence)) for sentence in said) >= 125

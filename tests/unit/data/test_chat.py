@@ -210,6 +210,7 @@ def samples(given: DataConfig, seq_length: int) -> tuple[Any, Any]:
 ROWS = [row([*TALKS[i % 4], ("user", f"q{i}"), ("assistant", f"a{i}")]) for i in range(20)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
 def test_every_assistant_turn_is_learned_once_an_epoch(tmp_path: Path, packing: str) -> None:
     given = data(tmp_path, ROWS, packing=packing, document_mask=packing == "best_fit")

@@ -190,6 +190,7 @@ def test_a_kill_leaves_no_half_plan_and_the_next_makes_the_same(data: DataConfig
     assert {path.name: path.read_bytes() for path in cache.glob("*.packs")} == after
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_makes_the_plan(tmp_path: Path) -> None:
     made = multiprocessing.get_context("fork").Value("i", 0)
     begins = np.arange(0, 3000, 10)

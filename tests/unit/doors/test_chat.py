@@ -11,6 +11,7 @@ import functools
 import json
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,10 +326,17 @@ def refusal(reader: Reader, read: Json, template: str) -> str:
     pytest.fail(f"{template} reads it")
 
 
+COMMON = ("chatml", "qwen3", "llama3")
+OTHERS = pytest.param([name for name in TEMPLATES if name not in COMMON], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("templates", [COMMON, OTHERS], ids=["common", "others"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_read_with_its_meaning_or_refused(homes: dict[str, Path], name: str) -> None:
+def test_a_row_is_read_with_its_meaning_or_refused(
+    homes: dict[str, Path], templates: Sequence[str], name: str
+) -> None:
     read, right = ROWS[name]
-    for template in TEMPLATES:
+    for template in templates:
         reader, tokenizer, peer = opened(homes[template])
         expected = said(
             *(template, right.messages, right.tools, right.more.get("enable_thinking")),
@@ -667,6 +675,7 @@ CONVERTED: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 @pytest.mark.parametrize(("given", "right"), CONVERTED)
 @pytest.mark.parametrize("is_list", [False, True])

@@ -370,6 +370,7 @@ def test_an_integrated_graphics_unit_does_not_count_as_a_gpu(tmp_path: Path) -> 
 # The process that queries the driver
 
 
+@pytest.mark.slow
 def test_the_driver_is_asked_in_another_process_which_passes_errors_and_crashes() -> None:
     """Otherwise no rank that is forked from it could start CUDA."""
     driver = Driver()

@@ -320,6 +320,7 @@ def test_the_last_of_two_values_counts(
     )
 
 
+@pytest.mark.slow
 def test_the_last_of_two_presets_counts() -> None:
     model = composed(["model=gpt_tiny", "model.num_layers=1", "model=llama_tiny"]).model
     assert (model.name, model.num_layers) == ("llama_tiny", 1)
@@ -372,5 +373,6 @@ def test_a_file_that_a_user_wrote_has_no_marks_of_windows(tmp_path: Path) -> Non
     assert read_given("rank_file", str(tmp_path / "hosts")) == "n1 0 0\nn2 1 0\n"
 
 
+@pytest.mark.slow
 def test_composed_reads_words_like_the_command_line() -> None:
     assert composed(["run=1.10", "data.path=~/1.10"]).data.path == f"{HOME}/1.10"

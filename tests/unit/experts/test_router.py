@@ -307,7 +307,13 @@ BUGS: list[tuple[Mutation, Callable[[], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("bug", "check"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+@pytest.mark.parametrize(
+    ("bug", "check"),
+    [
+        pytest.param(*row, id=row[0].__name__, marks=[pytest.mark.slow] * (row[0] is softmax_twice))
+        for row in BUGS
+    ],
+)
 def test_a_planted_bug_is_detected(bug: Mutation, check: Callable[[], None]) -> None:
     with bug(), pytest.raises(AssertionError):
         check()

@@ -97,6 +97,7 @@ def test_a_killed_run_that_resumes_has_every_step_once(tmp_path: Path) -> None:
     assert not any("web" in tag for tag in found)
 
 
+@pytest.mark.slow
 def test_without_the_purge_a_step_would_be_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_run_that_is_running_is_not_started_again(tmp_path: Path) -> None:
     os.close(take_run(mine, directory))
 
 
+@pytest.mark.slow
 def test_failures_of_an_earlier_start_are_kept_apart(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for number in (1, 2):
@@ -250,6 +251,7 @@ def test_a_torn_configuration_is_skipped_for_a_checkpoints(tmp_path: Path) -> No
         check_run(dataclasses.replace(mine, seed=5), may_resume=True)
 
 
+@pytest.mark.slow
 def test_configuration_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +269,7 @@ def test_configuration_is_on_the_disk_before_it_has_its_name(
     assert flushed[0].name.startswith(".config-2.yaml.") and flushed[1:] == [directory]
 
 
+@pytest.mark.slow
 def test_full_disk_leaves_no_half_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +442,7 @@ def test_killed_or_failed_start_leaves_the_name_free(
     assert run_names(directory.parent) == ["mine"]
 
 
+@pytest.mark.slow
 def test_the_later_of_two_simultaneous_starts_is_refused_with_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
