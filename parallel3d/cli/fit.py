@@ -10,10 +10,11 @@ from functools import partial
 from parallel3d.cli.command_line import run_script
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN
 from parallel3d.cli.words import keys_of
-from parallel3d.commands.train import train
+from parallel3d.commands.train import train as train_command
+from parallel3d.data.keys import OWN
 from parallel3d.errors import UserError, print_line, readable
 from parallel3d.loop.hooks import Hook
-from parallel3d.loop.own_parts import OwnParts
+from parallel3d.loop.own_parts import OwnParts, Samples
 from parallel3d.loop.user_hooks import check_hooks
 from parallel3d.run.failure import full_stop
 from parallel3d.run_config import ALTERNATIVES
@@ -23,6 +24,8 @@ def fit(
     config: Sequence[str] = (),
     *,
     hooks: Sequence[Hook] = (),
+    train: Samples | None = None,
+    valid: Samples | None = None,
     arguments: Sequence[str] | None = None,
 ) -> None:
     """Trains as `parallel3d train` does, with hooks of the script's own.
@@ -42,6 +45,11 @@ def fit(
 
     Args:
         config: words as on the command line: keys and presets.
+        train: samples to train on, in place of the text of `data`: an object with `seq_length` and
+            `sample(i)`, which returns a `Sample`, the same for the same i on every rank; or a
+            function of the checked configuration that returns such an object on each rank. Its
+            `windows`, if it has them, are the number of samples in an epoch.
+        valid: held-out samples, in the same form.
         hooks: hooks around the steps, called in this order, and the same on every rank.
         arguments: the words and flags of the command line; None stands for `sys.argv[1:]`.
 
@@ -54,12 +62,17 @@ def fit(
     try:
         check_hooks(hooks)
         words = [*_not_replaced(config, typed), *typed]
+        if train is not None:
+            words = [*_without_text(words), f"data.name={OWN}"]
+        elif valid is not None:
+            raise UserError("fit(valid=…) needs fit(train=…) beside it; or give data.valid")
     except UserError as error:
         print_line(readable(full_stop(str(error))))
         raise SystemExit(2) from None
-    work = partial(train, own=OwnParts(hooks=tuple(hooks)))
+    work = partial(train_command, own=OwnParts(tuple(hooks), train, valid))
+    command = replace(SUBCOMMANDS[TRAIN], work=work, needs_data=train is None)
     try:
-        code = run_script(replace(SUBCOMMANDS[TRAIN], work=work), words)
+        code = run_script(command, words)
     finally:
         sys.argv = argv  # Hydra has read its own
     if code:
@@ -77,3 +90,15 @@ def _not_replaced(config: Sequence[str], typed: Sequence[str]) -> list[str]:
     for group in ALTERNATIVES:  # a word for one of them also replaces the others
         given |= {*group} if given & {*group} else set()
     return [word for word in config if not given & {*keys_of(word)}]
+
+
+def _without_text(words: Sequence[str]) -> list[str]:
+    """Returns the words, none of which may choose a text. Raises UserError."""
+    for word in words:
+        for key in keys_of(word):
+            if key == "data" or (key.startswith("data.") and key != "data.document_mask"):
+                raise UserError(
+                    f"{word} has no effect on the samples that the script gives fit(train=…); "
+                    "leave it out"
+                )
+    return list(words)

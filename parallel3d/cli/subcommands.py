@@ -68,7 +68,8 @@ class Subcommand:
         if self.name == BENCH:
             return check_communication(cast(CommandConfig, config), world_size)
         may_resume = self.resumes_run(config.runs_dir, config.run)
-        config = check_config(config, world_size, may_resume=may_resume)
+        own_samples = not self.needs_data
+        config = check_config(config, world_size, own_samples=own_samples, may_resume=may_resume)
         if self.name == VERIFY:
             single_process(config)  # so that a bad layout is refused once and not on every rank
         return config

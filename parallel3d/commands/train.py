@@ -26,8 +26,8 @@ from parallel3d.loop.evaluation import evaluate_only
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.notices import acts_on_weights, log_notices
 from parallel3d.loop.open_data import make_trainer, open_data
-from parallel3d.loop.own_parts import OwnParts
-from parallel3d.loop.recording import header_facts, open_recorder
+from parallel3d.loop.own_parts import OwnParts, opened
+from parallel3d.loop.recording import facts_of_samples, facts_of_text, header_facts, open_recorder
 from parallel3d.loop.requeue import REQUEUE, leave_marker
 from parallel3d.loop.run_steps import run_steps
 from parallel3d.loop.step_hooks import RankRun, spent
@@ -62,16 +62,8 @@ def train(config: Config, worker: Worker, own: OwnParts | None = None) -> None:
     watchdog = worker.watchdog
     assert watchdog is not None
     worker.phase = "opening the data"
-    has_source = config.init_from is not None
-    data, corpus, sets = open_data(
-        config.data, config.model, worker, groups, device, has_source=has_source
-    )
     length_key = typed_length(config.train)  # the trainer turns epochs into tokens
-    worker.phase = "building the model"
-    config = dataclasses.replace(config, data=data)
-    trainer = make_trainer(
-        config, groups, device, corpus, sets, lambda: worker.stop.number is not None
-    )
+    trainer, of_text = open_trainer(config, worker, groups, device, own)
     worker.phase = "looking for a checkpoint"
     user_hooks.open(trainer)
     checkpoints = Checkpoints(trainer.config, worker.run_dir, groups, print_line, user_hooks.states)
@@ -82,7 +74,7 @@ def train(config: Config, worker: Worker, own: OwnParts | None = None) -> None:
     else:
         begun_with = take_initial_weights(trainer, worker, checkpoints)
         if not is_over(trainer, worker, first_step, length_key):
-            facts = header_facts(trainer, corpus, sets) if worker.rank == 0 else {}
+            facts = header_facts(trainer, of_text) if worker.rank == 0 else {}
             if worker.rank == 0 and first_step == 1 and (checkpoints.resumed or begun_with):
                 print_line(acts_on_weights(trainer.config))
             is_saved = run(trainer, worker, checkpoints, user_hooks, facts | begun_with)
@@ -107,6 +99,43 @@ def make_groups(config: Config, worker: Worker, device: torch.device) -> Process
     if config.preflight:
         preflight(groups, worker, print_line, config.cluster, config.launch, collective_time)
     return groups
+
+
+def open_trainer(
+    config: Config,
+    worker: Worker,
+    groups: ProcessGroups,
+    device: torch.device,
+    own: OwnParts | None,
+) -> tuple[Trainer, dict[str, str]]:
+    """Opens the text or the script's samples, and makes the trainer; collective.
+
+    Returns the trainer, and the lines of the header about the samples.
+    """
+
+    def is_asked_to_stop() -> bool:
+        return worker.stop.number is not None
+
+    if own is not None and (train_source := opened(own.train, "train", config)) is not None:
+        valid_source = opened(own.valid, "valid", config)
+        worker.phase = "building the model"
+        trainer = Trainer(
+            config,
+            groups,
+            device,
+            train_source=train_source,
+            valid_source=valid_source,
+            stop_requested=is_asked_to_stop,
+        )
+        return trainer, facts_of_samples(train_source, valid_source)
+    has_source = config.init_from is not None
+    data, corpus, sets = open_data(
+        config.data, config.model, worker, groups, device, has_source=has_source
+    )
+    worker.phase = "building the model"
+    config = dataclasses.replace(config, data=data)
+    trainer = make_trainer(config, groups, device, corpus, sets, is_asked_to_stop)
+    return trainer, facts_of_text(trainer, corpus, sets)
 
 
 def choose_style(config: Config, worker: Worker) -> Config:

@@ -14,7 +14,7 @@ from parallel3d.config.fields import (
     spell,
 )
 from parallel3d.config.values import number_of_tokens
-from parallel3d.data.keys import DataConfig
+from parallel3d.data.keys import OWN, DataConfig
 from parallel3d.errors import UserError, nearest
 from parallel3d.loop.keys import TrainConfig
 
@@ -23,6 +23,11 @@ BYTE_VOCABULARY = 257  # 256 values of a byte, and the end-of-text token
 
 def check_samples(data: DataConfig, vocabulary: int) -> None:
     """Checks the `data` section against the vocabulary; raises UserError."""
+    if data.name == OWN:
+        raise UserError(
+            f"data.name={OWN} is for a script that gives its samples to fit(train=…), so start the "
+            "script in place of this command; the nearest is data.name=text with data.path."
+        )
     if data.reads_bytes and vocabulary < BYTE_VOCABULARY:
         raise UserError(
             f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "

@@ -13,6 +13,8 @@ from parallel3d.config.values import (
     key,
 )
 
+OWN = "own"  # the kind of source of a script's samples
+
 
 @dataclass
 class DataConfig:
@@ -20,7 +22,9 @@ class DataConfig:
 
     RESUME: ClassVar[str] = FREE
     name: str = key(
-        "stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend", "chat")
+        "stdlib",
+        "kind of source; own: the samples that a script gives fit(train=…)",
+        choices=("stdlib", "text", "corpus", "blend", "chat", OWN),
     )
     path: str | None = key(
         None,

@@ -11,7 +11,7 @@ from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.build import Trainer
 from parallel3d.data.blend import BlendedSamples
 from parallel3d.data.corpus import Blend, Corpus
-from parallel3d.data.sampler import Finite
+from parallel3d.data.sampler import Finite, SampleSource
 from parallel3d.device import accelerator
 from parallel3d.host.processes import process_begun
 from parallel3d.loop.step_hooks import RankRun, StepHook
@@ -109,15 +109,9 @@ def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
     )
 
 
-def header_facts(
-    trainer: Trainer, corpus: Corpus | Blend, sets: Mapping[str, Corpus] = {}
-) -> dict[str, str]:
-    """Returns the header's texts by label: tokenizer, data, length, device and validation sets."""
+def header_facts(trainer: Trainer, of_samples: Mapping[str, str]) -> dict[str, str]:
+    """Returns the header's texts by label: those of the samples, the length and the device."""
     config, device = trainer.config, trainer.device
-    name = config.data.path or "this Python's standard library"
-    if isinstance(corpus, Blend):
-        name = f"a blend of {len(corpus.corpora):,} corpora"
-    sizes = f"{corpus.train_tokens:,} tokens to train on, {corpus.valid_tokens:,} held out"
     threads = torch.get_num_threads()
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     if accelerator.is_accelerator(device):
@@ -125,7 +119,32 @@ def header_facts(
     source = trainer.samples.train
     windows = source.windows if isinstance(source, Finite) else None
     length = length_words(config.model.seq_length, trainer.length, windows)
-    facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
+    facts = {**of_samples, "length": length, "device": where}
+    if "validation" in facts:
+        facts["validation"] = facts.pop("validation")  # as the last line
+    return facts
+
+
+def facts_of_samples(train: SampleSource, valid: SampleSource | None) -> dict[str, str]:
+    """Returns the header's line about the samples of a script."""
+    words = []
+    for source in (train, valid):
+        if source is not None:
+            many = f", {source.windows:,} samples" if isinstance(source, Finite) else ""
+            words.append(type(source).__name__ + many)
+    return {"data": "the script's own: " + "; held out: ".join(words)}
+
+
+def facts_of_text(
+    trainer: Trainer, corpus: Corpus | Blend, sets: Mapping[str, Corpus] = {}
+) -> dict[str, str]:
+    """Returns the header's texts about a text by label: tokenizer, data and validation sets."""
+    config = trainer.config
+    name = config.data.path or "this Python's standard library"
+    if isinstance(corpus, Blend):
+        name = f"a blend of {len(corpus.corpora):,} corpora"
+    sizes = f"{corpus.train_tokens:,} tokens to train on, {corpus.valid_tokens:,} held out"
+    facts = {"data": f"{name}: {sizes}"}
     if sets:
         tokens = (f"{name} {one.valid_tokens:,} tokens" for name, one in sets.items())
         facts["validation"] = ", ".join(tokens)

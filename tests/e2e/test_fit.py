@@ -139,3 +139,61 @@ def test_torchrun_starts_the_script(shell: Shell) -> None:
     *_, last = (row for row in rows if "loss" in row)
     assert last["step"] == 3
     assert "probe/first" in last["hooks"]
+
+
+OWN_SAMPLES = f"""
+import numpy as np
+import parallel3d as p3d
+
+
+class Counting:
+    def __init__(self, seq_length, first, windows):
+        self.seq_length, self.first, self.windows = seq_length, first, windows
+
+    def sample(self, i):
+        tokens = (self.first + i % self.windows + 3 * np.arange(self.seq_length + 1)) % 32
+        return p3d.Sample(tokens.astype(np.int64), np.ones(self.seq_length, bool))
+
+
+p3d.fit(
+    {[word for word in WORDS if word != "train.eval_every=0"]!r},
+    train=lambda config: Counting(config.model.seq_length, 0, 20),
+    valid=Counting(32, 1, 10),
+)
+"""
+
+
+def test_a_run_with_samples_of_the_scripts_own_is_resumed_under_another_layout(
+    shell: Shell,
+) -> None:
+    words = ("train.eval_every=3", "train.eval_batches=null")
+    alone = run_forked(shell, "-c", OWN_SAMPLES, "run=one", "train.steps=6", *words)
+    assert alone.code == 0, alone.err
+    assert "the script's own: Counting, 20 samples" in alone.out
+    assert run_forked(shell, "-c", OWN_SAMPLES, "run=two", "pp=2", *words).code == 0
+    again = ("run=two", "tp=2", "pp=1", "train.steps=6")
+    assert run_forked(shell, "-c", OWN_SAMPLES, *again, *words).code == 0
+    rows = [[*rows_of(shell.cwd / "runs" / run / "metrics.jsonl")] for run in ("one", "two")]
+    for key in ("loss", "eval_loss"):
+        one, two = ([row[key] for row in each if key in row] for each in rows)
+        assert len(one) in (2, 6)
+        assert two == pytest.approx(one, rel=1e-9)
+    refused = run_forked(shell, "train", "run=two", "train.steps=9")
+    assert refused.code == 2
+    assert "data.name=own is for a script that gives its samples to fit(train=…)" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data=text", "data=text has no effect on the samples that the script gives fit(train=…)"),
+        ("model.seq_length=16", "fit(valid=…) has samples of 32 tokens, but must have model.seq_"),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused_in_a_sentence(
+    shell: Shell, word: str, said: str
+) -> None:
+    ended = run_forked(shell, "-c", OWN_SAMPLES, word)
+    assert ended.code == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err
