@@ -82,7 +82,7 @@ def stage_parameters(
 
     The stage has `layers`, the embedding if `first`, and the head if `last`. The order is that of
     `Stage.named_parameters()`, which decides the gradient buckets;
-    tests/unit/estimate/test_traffic.py compares the two.
+    tests/unit/models/test_declared.py compares the two.
 
     A tied weight is in the list once if one stage has both embedding and head. It is not in
     the list of the head's stage if this stage `borrows_table` from the first stage on the same
