@@ -33,6 +33,7 @@ from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import rope_switch
 from parallel3d.models.transformer import TransformerBlock, stages_of_rank
 from parallel3d.parameters.copies import copy_groups
+from parallel3d.parameters.gradients import supports_wide_addmm
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import WeightGradients, state_of
 from parallel3d.pipeline.executor import BackwardEnd, BackwardStart, run_deferred
@@ -223,6 +224,7 @@ class LayerRun:
         for parameter in self.stage.parameters():
             state_of(parameter).weight_gradients = self.gradients
         self.balance = expert_balance(blueprint, stages, groups)
+        supports_wide_addmm(self.device, dtype, wide)  # the first call of a process tries it
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
 
     def measured(self, sequences: int) -> MeasuredLayer:
@@ -300,6 +302,8 @@ class LayerRun:
 def record(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
     """Runs a layer for each wanted trace, and returns what the layers do."""
     machine = machine_without_values()
+    # This imports Dynamo. During a pass, the import would keep tensors of its callers alive.
+    torch.empty(1, device=torch.device(TYPE, 0)).norm()
     found: dict[WantedTrace, LayerTrace] = {}
     collects = gc.isenabled()
     gc.disable()  # the order of allocations and releases is then that of the references
@@ -313,8 +317,6 @@ def record(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
                 recorder = PassRecorder(machine, names_of(groups))
                 machine.observers.append(recorder)
                 try:
-                    if not found:  # what a process does only once is no part of a trace
-                        LayerRun(mine[0], groups, recorder).measured(1)
                     for each in mine:
                         found[each] = _traced(each, groups, recorder)
                 finally:
