@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.actions import Action, Kind, PipelineProgram
 from parallel3d.schedules.messages import SENDS
-from parallel3d.schedules.schedule import Schedule, make
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import make
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class States:
         live: for each chunk, number of micro-batches between their forward and their backward (or
             I, the half of a backward that computes the gradient of the input).
         deferred: for each chunk, number of micro-batches between I and W, the other half.
-        in_flight: number of sends in flight, which hold their tensors.
+        in_flight: number of messages that hold a tensor: sends in flight, and receives that no
+            action has read yet, without the one that the action itself reads.
+        handed: number of results that another chunk of the rank has not read yet.
         begun: for each chunk, whether the chunk has had a backward in this step.
         final: whether no backward (or I) of the step follows the action.
     """
@@ -36,6 +39,7 @@ class States:
     live: NDArray[np.float64]
     deferred: NDArray[np.float64]
     in_flight: NDArray[np.float64]
+    handed: NDArray[np.float64]
     begun: NDArray[np.bool_]
     final: NDArray[np.bool_]
 
@@ -53,10 +57,18 @@ def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
     return 3 * pp + microbatches % pp
 
 
+class _Steps(NamedTuple):
+    """The stages of a pipeline's ranks, and each rank's actions and messages in a step."""
+
+    assignment: StageAssignment
+    program: PipelineProgram
+
+
 @functools.lru_cache(maxsize=64)
-def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: bool) -> Schedule:
+def _steps(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: bool) -> _Steps:
     made = make(name, pp, microbatches, vpp)
-    return made.with_whole_backwards() if whole_backwards else made
+    made = made.with_whole_backwards() if whole_backwards else made
+    return _Steps(made.assignment, made.program())
 
 
 def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) -> Seen:
@@ -74,35 +86,46 @@ def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) 
 def _states(
     name: str, pp: int, vpp: int, microbatches: int, rank: int, whole_backwards: bool
 ) -> Seen:
-    """Returns the states of a rank, found by a walk through this rank's own order.
-
-    A walk through the orders of all ranks would be too slow for a search.
-    """
-    made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp, whole_backwards)
+    """Returns the states of a rank, found by a walk through this rank's own steps."""
+    few = enough_microbatches(name, pp, microbatches)
+    assignment, program = _steps(name, pp, few, vpp, whole_backwards)
     live = [0] * vpp
     deferred = [0] * vpp
     begun = [0] * vpp
-    in_flight = 0
+    sends = 0
+    unread: set[Action] = set()
+    handed: set[Action] = set()
     seen: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
-    around, left = made.assignment.around(rank), vpp * made.microbatches
-    for step in made.orders[rank]:
-        kind, chunk = step.kind, step.chunk
+    around, left = assignment.around(rank), vpp * few
+    for step in program[rank]:
+        if not isinstance(step, Action):
+            # The executor first waits until at most SENDS older sends are in flight.
+            sends = min(sends, SENDS) + sum(message.kind.is_send for message in step)
+            unread.update(message for message in step if not message.kind.is_send)
+            continue
+        kind, chunk, forward = step.kind, step.chunk, step.kind == Kind.F
         left -= kind in (Kind.B, Kind.I)
-        seen[kind, chunk].add((*live, *deferred, *begun, in_flight, not left))
-        _, before, after = around[chunk]
+        received = Action(Kind.RECV_F if forward else Kind.RECV_B, step.microbatch, chunk)
+        if kind != Kind.W:
+            unread.discard(received)
+            handed.discard(received)
+        messages = sends + len(unread)
+        seen[kind, chunk].add((*live, *deferred, *begun, messages, len(handed), not left))
         if kind == Kind.W:
             deferred[chunk] -= 1
             continue
-        forward = kind == Kind.F
         live[chunk] += 1 if forward else -1
         deferred[chunk] += kind == Kind.I
         begun[chunk] |= not forward
+        _, before, after = around[chunk]
         reader = after if forward else before
-        if reader is not None and reader[0] != rank:
-            in_flight = min(in_flight + 1, SENDS)
+        if reader is not None and reader[0] == rank:
+            handed.add(Action(received.kind, step.microbatch, reader[1]))
     found = {}
     for action, states in seen.items():
         rows = np.array(sorted(states), dtype=float)
-        counts, (sends, last) = rows[:, :-2].reshape(-1, 3, vpp), rows[:, -2:].T
-        found[action] = States(counts[:, 0], counts[:, 1], sends, counts[:, 2] > 0, last > 0)
+        counts, (messages, waiting, last) = rows[:, :-3].reshape(-1, 3, vpp), rows[:, -3:].T
+        found[action] = States(
+            counts[:, 0], counts[:, 1], messages, waiting, counts[:, 2] > 0, last > 0
+        )
     return found

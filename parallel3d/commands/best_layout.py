@@ -24,6 +24,7 @@ from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
+from parallel3d.trace.table import recording_process
 
 
 def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment | None) -> Config:
@@ -43,6 +44,7 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     _check_known(config.cluster, kind, several=here < ranks)
     own = with_own_gpus(config.cluster, os.environ, run_command)
     plan = searched(replace(config, cluster=own), held(config, keys), ranks)
+    recording_process().close()
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
         print_line(f"layout=auto: {_summary(plan, first)}")

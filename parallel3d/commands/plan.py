@@ -43,8 +43,8 @@ from parallel3d.estimate.measured_rates import check_nodes, check_type, read
 from parallel3d.estimate.memory import (
     bounded,
     host_memory,
+    least_memory,
     load_that_fits,
-    memories,
     memory_of,
     nearly_fullest,
     peak_memory,
@@ -548,8 +548,7 @@ def searched(
 ) -> Plan:
     """Returns all layouts of `ranks` ranks, priced by datasheets or by the cluster's measured file.
 
-    For a model with experts, which has several times as many layouts, memory is calculated only for
-    the fastest layouts.
+    Memory is calculated only for the fastest layouts.
 
     Args:
         config: the configuration.
@@ -577,12 +576,8 @@ def searched(
     choices = of_the_style(config, choices)
     reserve, most = 1e9 * reserve_gb, sizes["memory_bytes"]
     times = step(works(choices, sizes, batch), constants_of(config))
-    if config.model.num_experts:
-        unknown = PricedLayouts(choices, times, np.full(len(choices), np.nan), np.array(False), [])
-        priced = bounded(config, unknown, ROWS, most, reserve, load, progress())
-    else:
-        memory = memories(config, choices, reserve, progress())
-        priced = ranked(choices, times, memory, most)
+    unknown = PricedLayouts(choices, times, np.full(len(choices), np.nan), np.array(False), [])
+    priced = bounded(config, unknown, ROWS, most, reserve, load, progress())
     found = Plan(config, priced, sizes, ranks, reserve_gb, load=load)
     if not priced.order:
         raise UserError(fits_nowhere(found, fixed))
@@ -769,7 +764,7 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
             continue
         tell(f"does it fit cluster.nodes={nodes}")
         grown = replace(config, global_batch_size=batch)
-        least = float(memories(grown, tried, reserve, tell, found.load).min())
+        least = least_memory(grown, tried, tell, found.load)[1] + reserve
         if least <= memory:
             words = f"and the nearest that suffices is cluster.nodes={nodes}"
             more = batch != config.global_batch_size
@@ -788,7 +783,7 @@ def _fewer_layers(found: Plan, choice: LayoutChoice) -> str:
     config, step = found.config, choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))
-        needed = memories(smaller, [choice], 1e9 * found.reserve_gb, progress(), found.load)
-        if needed[0] <= found.sizes["memory_bytes"]:
+        needed = memory_of(smaller, choice, found.load) + 1e9 * found.reserve_gb
+        if needed <= found.sizes["memory_bytes"]:
             return f"model.num_layers must be smaller, and the nearest that fits is {layers}"
     return "model.hidden_size must be smaller, because no number of layers fits"

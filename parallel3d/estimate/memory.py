@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.dispatch import most_load
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.parameters import LocalParameter
 from parallel3d.blueprint.rank import PipelineRank, sharded_numel
-from parallel3d.estimate.layer_memory import layers_of_stage
+from parallel3d.estimate.layer_memory import LayerMemories
 from parallel3d.estimate.moments import layers_away, moments, turns_around
 from parallel3d.estimate.search import (
     NEARLY_FULL,
@@ -106,24 +105,41 @@ def _fullest(blueprint: Blueprint) -> list[tuple[int, RankMemory]]:
     return [*zip(seen, peak_memories(blueprint, seen), strict=True)]
 
 
-def memories(
+def least_memory(
     config: Config,
     choices: Sequence[LayoutChoice],
-    reserve: float,
     tell: Callable[[str], None] | None = None,
     load: float = 1.0,
-) -> NDArray[np.float64]:
-    """Returns the bytes of each layout's fullest GPU, including `reserve`.
+) -> tuple[int, float]:
+    """Returns the index of the layout that needs the least memory, and its bytes.
 
-    `reserve`: bytes that tensors cannot use. `tell` is called with messages about the progress.
-    `load`: see `memory_of`.
+    `tell` is called with messages about the progress. `load`: see `memory_of`.
     """
-    totals = []
-    for done, choice in enumerate(choices):
+    least = np.array([surely_needed(config, choice) for choice in choices])
+    known = np.full(len(choices), math.inf)
+    for done, i in enumerate(np.argsort(least, kind="stable").tolist()):
+        if known.min() <= least[i]:
+            break
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        totals.append(memory_of(config, choice, load))
-    return np.array(totals) + reserve
+        known[i] = memory_of(config, choices[i], load)
+    first = int(known.argmin())
+    return first, float(known[first])
+
+
+def surely_needed(config: Config, choice: LayoutChoice) -> float:
+    """Returns bytes that the first rank of a layout needs at least, which needs no trace.
+
+    They are its states and the results of all layers of the micro-batches in flight.
+    """
+    blueprint = planned(configure(config, choice))
+    rank = PipelineRank(blueprint, 0)
+    kept = [
+        rank.stream * max(0, len(stage.layers) - max(stage.without_backward, stage.offloaded))
+        for stage in rank.stages
+    ]
+    live = max(float((seen.live @ kept).max()) for seen in states_of(blueprint, 0).values())
+    return _state(rank).states + live
 
 
 def memory_of(config: Config, choice: LayoutChoice, load: float = 1.0) -> float:
@@ -146,7 +162,9 @@ def bounded(
     """Returns the priced layouts, with the memory of all layouts that can be among the best rows.
 
     Memory is computed from the fastest layout on, until no further layout can be among the best
-    `rows` rows of layouts that fit into `most` bytes. Memory that is already known is kept.
+    `rows` rows of layouts that fit into `most` bytes. Memory that is already known is kept, and
+    that of layouts that surely do not fit stays unknown. If none fits, the memory of the layout
+    that needs the least is known.
 
     Args:
         reserve: bytes that tensors cannot use.
@@ -161,12 +179,17 @@ def bounded(
             break
         choice = priced.choices[i]
         if math.isnan(memory[i]):
+            if surely_needed(config, choice) + reserve > most:
+                continue
             if tell is not None:
                 tell(f"layout {done} of {len(priced.choices)}")
             memory[i] = memory_of(config, choice, load) + reserve
         if memory[i] <= most:
             risked = float(seconds[i]) * (TIGHT if memory[i] > NEARLY_FULL * most else 1.0)
             found[choice.row] = min(risked, found.get(choice.row, math.inf))
+    if not found:
+        first, least = least_memory(config, priced.choices, tell, load)
+        memory[first] = least + reserve
     return ranked(priced.choices, priced.time, memory, most)
 
 
@@ -204,11 +227,12 @@ def peak_memory(config: Config, index: int, load: float = 1.0) -> RankMemory:
 
 def peak_memories(blueprint: Blueprint, indices: Sequence[int]) -> list[RankMemory]:
     """Returns the `peak_memory` of several ranks of a pipeline."""
-    return [_peak(PipelineRank(blueprint, index)) for index in indices]
+    layers = LayerMemories(blueprint)
+    return [_peak(PipelineRank(blueprint, index), layers) for index in indices]
 
 
-def _peak(rank: PipelineRank) -> RankMemory:
-    found = max(moments(rank), key=lambda moment: moment.total)
+def _peak(rank: PipelineRank, layers: LayerMemories) -> RankMemory:
+    found = max(moments(rank, layers), key=lambda moment: moment.total)
     return _state(rank)._replace(
         activations=found.activations,
         temporary=found.temporary,
@@ -265,9 +289,10 @@ def _moments_of(p: LocalParameter, optim: OptimConfig) -> int:
 def host_memory(config: Config, index: int) -> float:
     """Returns the bytes of pinned memory for offloaded activations of rank `index` along pp."""
     rank = PipelineRank(planned(config), index)
-    waiting, running = [], []
+    waiting, running, memories = [], [], LayerMemories(rank.blueprint)
     for stage in rank.stages:
-        layers = layers_of_stage(rank, stage)[stage.without_backward : layers_away(rank, stage)]
+        away = layers_away(rank, stage)
+        layers = memories.of_stage(rank, stage)[stage.without_backward : away] if away else []
         slabs = [math.ceil(layer.large / SLAB_BYTES) for layer in layers]
         turns = turns_around(rank, stage)
         waiting.append(sum(slabs))

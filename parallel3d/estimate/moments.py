@@ -17,10 +17,11 @@ from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.buckets import PIECE
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
-from parallel3d.estimate.layer_memory import FP32, LayerMemory, layers_of_stage
+from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
 from parallel3d.models.declared import LayerKind
 from parallel3d.schedules.actions import Kind
 
+FP32 = 4  # bytes per element of gradients during their reduction
 ENDS = "gradients of embedding and head"
 
 
@@ -49,25 +50,28 @@ class _Place(NamedTuple):
         memory: bytes of the layer for one micro-batch.
         stays: bytes of `memory.kept` that are not offloaded.
         numel: number of elements that FSDP2 gathers for the layer.
+        experts: number of those, if any, that FSDP2 gathers as a unit of their own.
         trained: number of elements with gradients.
-        apart: number of those, if any, that FSDP2 shards as a unit of their own: the experts.
+        apart: number of those that are experts.
     """
 
     memory: LayerMemory
     stays: float
     numel: int
+    experts: int
     trained: int
     apart: int
 
 
-def moments(rank: PipelineRank) -> Iterator[Moment]:
+def moments(rank: PipelineRank, layers: LayerMemories) -> Iterator[Moment]:
     """Yields the peak of each kind of action of each stage, and that of the optimizer."""
-    return _Moments(rank).all()
+    return _Moments(rank, layers).all()
 
 
 class _Moments:
-    def __init__(self, rank: PipelineRank) -> None:
+    def __init__(self, rank: PipelineRank, layers: LayerMemories) -> None:
         self.rank = rank
+        self.layers = layers
         self.places = [self._places(stage) for stage in rank.stages]
         self.once = rank.blueprint.microbatches == 1
         # With FSDP2, the gradient of a table is in the compute dtype until it is reduced.
@@ -84,18 +88,22 @@ class _Moments:
         rank, found = self.rank, []
         away = layers_away(rank, stage)
         for i, (number, memory) in enumerate(
-            zip(stage.layers, layers_of_stage(rank, stage), strict=True)
+            zip(stage.layers, self.layers.of_stage(rank, stage), strict=True)
         ):
             stays = memory.kept - memory.large * (i < away)
             experts, others = rank.numels[LayerKind.of(rank.blueprint.model, number)]
             frozen = rank.frozen_numel(range(number, number + 1))
             trained = experts - frozen[0], others - frozen[1]
-            found.append(_Place(memory, stays, experts + others, sum(trained), trained[0]))
+            numels = experts + others, experts, sum(trained), trained[0]
+            found.append(_Place(memory, stays, *numels))
         return found
 
     def all(self) -> Iterator[Moment]:
         rank = self.rank
-        kept = [sum(p.stays for p in self._with_backward(c)) for c in range(len(self.places))]
+        kept = [
+            sum(p.stays for p in self._with_backward(c)) + self._shared(c)
+            for c in range(len(self.places))
+        ]
         held = [n + self.head * s.last for n, s in zip(kept, rank.stages, strict=True)]
         waits = [sum(p.memory.deferred for p in places) for places in self.places]
         message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
@@ -107,6 +115,7 @@ class _Moments:
             if kind != Kind.F and not stage.has_backward:
                 continue
             live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
+            live = live + seen.handed * rank.stream
             most = float((live + seen.begun @ left).max())
             if kind == Kind.F:
                 of_action = self._forward(chunk)
@@ -130,14 +139,18 @@ class _Moments:
     def _with_backward(self, chunk: int) -> list[_Place]:
         return self.places[chunk][self.rank.stages[chunk].without_backward :]
 
+    def _shared(self, chunk: int) -> float:
+        """Returns the bytes of tensors that a stage's layers share for one micro-batch."""
+        return self.places[chunk][0].memory.shared
+
     def _forward(self, chunk: int) -> dict[str, float]:
         """Returns phase → bytes of a forward, for a layer and for the head with the loss."""
         rank, stage = self.rank, self.rank.stages[chunk]
-        most, kept = 0.0, rank.stream  # the stage's input
+        most, kept = 0.0, rank.stream + self._shared(chunk)  # the stage's input
         for i, place in enumerate(self.places[chunk]):
             if i < stage.without_backward:
                 # The code also refers to the input of such a layer, which nothing keeps.
-                most = max(most, kept + rank.stream + place.memory.inert)
+                most = max(most, kept + rank.stream + place.memory.forward)
             else:
                 most = max(most, kept + place.memory.forward)
                 kept += place.stays
@@ -146,9 +159,16 @@ class _Moments:
             return found
         logits = rank.item * max(rank.loss_chunks) * rank.columns
         states = self.states + 2 * rank.hidden + (rank.hidden + rank.stream if rank.sp else 0)
-        tables = 2 * self.table + max(logits, self.table)
+        # The gradient of the table is summed in fp32, and then converted.
+        wide = self.table * rank.grad_item / rank.item
+        tables = wide + max(logits, self.table * (rank.grad_item > rank.item))
         kept -= rank.stream
-        return found | {"head and loss": kept + states + tables + self._gathered(1)}
+        gathered = self._gathered(1)
+        if rank.blueprint.data.zero == 2 and self.once and rank.fully_sharded:
+            # The buffer of the last all-gather exists beside the parameters until the next one.
+            last = self.places[chunk][-1]
+            gathered += rank.item * (last.experts or last.numel)
+        return found | {"head and loss": kept + states + tables + gathered}
 
     def _backward(self, chunk: int, kind: Kind) -> float:
         """Returns the bytes of a backward that the forward has not kept.
@@ -162,7 +182,7 @@ class _Moments:
                 most = max(most, more + place.memory.halved)
                 more += place.memory.deferred - place.stays
             else:
-                gathered = self._gathered_with(sum(p.numel for p in places[max(0, i - 1) : i + 1]))
+                gathered = self._gathered_with(place.numel + _ahead(places, i))
                 most = max(most, more + gathered + place.memory.backward)
                 more -= place.stays
         return most + self._away(chunk) + self._of_head(chunk)
@@ -274,10 +294,10 @@ class _Moments:
             if place.apart and sums and len(places) > 1:
                 # FSDP2 reduces a layer's experts during the backward of the layer's attention, and
                 # the rest of the layer during the backward of the next layer's experts.
-                others = place.numel - place.apart + (before.numel if before else 0)
-                reducing = FP32 * place.apart * (1 + 1 / rank.layout.edp)
+                others = place.numel - place.experts + _ahead(places, i)
+                reducing = place.apart * (FP32 * (1 + 1 / rank.layout.edp) - rank.item)
                 reducing -= frees * rank.item * place.trained
-                beside = self._gathered_with(others) + place.memory.before_experts
+                beside = self._gathered_with(others) + place.memory.of_rest
                 during = max(during, more + always + beside + reducing)
             more -= place.stays
             wide = sums * FP32 * place.trained
@@ -287,8 +307,8 @@ class _Moments:
             given = sums * rank.item * place.trained
             after = max(after, more + rank.stream + cast + alone + wide + given)
             if before is not None and sums:
-                following = sum(p.numel for p in places[max(0, i - 2) : i])
-                beside = self._gathered_with(following) + before.memory.backward
+                beside = self._gathered_with(before.numel + _ahead(places, i - 1))
+                beside += before.memory.backward
                 during = max(during, more + always + beside + wide - FP32 * place.apart)
         found = {"reduction": after, "backward during a reduction": during}
         table = self.table if stage.first else 0.0
@@ -300,6 +320,15 @@ class _Moments:
             freed = self.table if several and shared else 0.0
             ends += input + max(0.0, input / rank.replicas - freed)
         return found | {ENDS: ends}
+
+
+def _ahead(places: list[_Place], i: int) -> int:
+    """Returns the number of elements that FSDP2 gathers ahead during the backward of a layer.
+
+    They belong to the unit before the layer, which is the experts of the previous layer if it has
+    any.
+    """
+    return places[i - 1].experts or places[i - 1].numel if i else 0
 
 
 def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:

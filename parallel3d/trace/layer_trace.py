@@ -116,6 +116,8 @@ class Pass:
         waits: how often the host waits for the device.
         peak: most bytes that the pass has allocated at once, less those that it has freed by then;
             relative to the beginning of the pass, and never below 0.
+        peak_of_rest: the same after the gradients of experts are complete, if FSDP2 gathers their
+            parameters.
         live: bytes allocated in the pass less those freed in it.
     """
 
@@ -125,6 +127,7 @@ class Pass:
     others: tuple[Other, ...] = ()
     waits: int = 0
     peak: float = 0.0
+    peak_of_rest: float = 0.0
     live: float = 0.0
 
     @property
@@ -163,7 +166,9 @@ class LayerPasses:
         backward: the whole backward, without what it repeats.
         inputs: the backward that defers the gradients of weights, without what it repeats.
         weights: the deferred gradients of weights.
-        kept: sizes in bytes of the tensors that are kept from the forward to the backward. The
+        shared: sizes in bytes of the tensors that all layers of a stage share for a micro-batch,
+            such as its rows of the rotary tables.
+        kept: sizes of the tensors that are kept from the forward to the backward. The
             result of the layer is among them, and its input is not.
         deferred: sizes of the tensors that are kept from `inputs` to `weights`.
     """
@@ -173,6 +178,7 @@ class LayerPasses:
     backward: Pass
     inputs: Pass
     weights: Pass
+    shared: tuple[float, ...]
     kept: tuple[float, ...]
     deferred: tuple[float, ...]
 
@@ -212,10 +218,14 @@ class RecordedEvents(NamedTuple):
 
 
 class PassRecord(NamedTuple):
-    """What a pass does; `peaks` are lines whose maximum, if above 0, is the peak."""
+    """What a pass does; `peaks` are lines whose maximum, if above 0, is the peak.
+
+    `of_rest` are such lines of the moments after the gradients of experts are complete.
+    """
 
     events: tuple[RecordedEvents, ...]
     peaks: tuple[Line, ...]
+    of_rest: tuple[Line, ...]
     live: Line
 
     def at(self, sequences: float, again: bool | None = False) -> Pass:
@@ -233,8 +243,11 @@ class PassRecord(NamedTuple):
         every = (tuple(kinds[kind]) for kind in ("product", "attention", "sent", "other"))
         if again:
             return Pass(*every, waits)
-        peak = max((line.at(sequences) for line in self.peaks), default=0.0)
-        return Pass(*every, waits, max(0.0, peak), self.live.at(sequences))
+        peak, of_rest = (
+            max((line.at(sequences) for line in lines), default=0.0)
+            for lines in (self.peaks, self.of_rest)
+        )
+        return Pass(*every, waits, max(0.0, peak), of_rest, self.live.at(sequences))
 
 
 def _product(count: int, groups: int, dtype: str, *numbers: float) -> Product:
@@ -277,6 +290,7 @@ class LayerRecord(NamedTuple):
     backward: PassRecord
     inputs: PassRecord
     weights: PassRecord
+    shared: tuple[Line, ...]
     kept: tuple[Line, ...]
     deferred: tuple[Line, ...]
 
@@ -287,14 +301,15 @@ class LayerRecord(NamedTuple):
             self.backward.at(sequences),
             self.inputs.at(sequences),
             self.weights.at(sequences, again=None),
+            tuple(line.at(sequences) for line in self.shared),
             tuple(line.at(sequences) for line in self.kept),
             tuple(line.at(sequences) for line in self.deferred),
         )
 
     @classmethod
     def from_json(cls, made: Sequence[Any]) -> LayerRecord:
-        *passes, kept, deferred = made
-        return cls(*map(_pass_from, passes), _lines(kept), _lines(deferred))
+        *passes, shared, kept, deferred = made
+        return cls(*map(_pass_from, passes), *map(_lines, (shared, kept, deferred)))
 
 
 @dataclass(frozen=True)
@@ -348,13 +363,14 @@ def _lines(made: Sequence[Sequence[float]]) -> tuple[Line, ...]:
 
 
 def _pass_from(made: Sequence[Any]) -> PassRecord:
-    events, peaks, live = made
+    events, peaks, of_rest, live = made
     return PassRecord(
         tuple(
             RecordedEvents(count, what, again, tuple(facts), _lines(numbers))
             for count, what, again, facts, numbers in events
         ),
         _lines(peaks),
+        _lines(of_rest),
         *_lines([live]),
     )
 

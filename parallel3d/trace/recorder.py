@@ -10,7 +10,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -35,7 +35,7 @@ from parallel3d.models.transformer import TransformerBlock, stages_of_rank
 from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.gradients import supports_wide_addmm
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.state import WeightGradients, state_of
+from parallel3d.parameters.state import WeightGradients, spec_of, state_of
 from parallel3d.pipeline.executor import BackwardEnd, BackwardStart, run_deferred
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.simulated_device.device import TYPE
@@ -71,6 +71,7 @@ class RecordedPass:
         moments: bytes that the pass had allocated at each allocation, less those that it had freed.
         live: the same at its end.
         left: sizes of the tensors that were allocated in the pass and still exist after it.
+        before_rest: number of moments before the gradients of the experts were complete.
     """
 
     events: list[tuple[tuple[str, bool, tuple[Any, ...]], tuple[float, ...]]] = field(
@@ -79,6 +80,12 @@ class RecordedPass:
     moments: list[int] = field(default_factory=list)
     live: int = 0
     left: dict[StorageMemory, int] = field(default_factory=dict)
+    before_rest: int = 0
+
+    @property
+    def freed(self) -> list[int]:
+        """Sizes of the tensors in `left` that have been freed after the pass."""
+        return [block.nbytes for block in self.left if block.is_freed]
 
 
 class PassRecorder(Observer):
@@ -156,6 +163,11 @@ class PassRecorder(Observer):
     def host_wait(self, why: str) -> None:
         self._add("wait", (), ())
 
+    def experts_done(self, _: Tensor) -> None:
+        """Is called when a gradient of the experts is complete."""
+        if (now := self.running) is not None:
+            now.before_rest = len(now.moments)
+
     def _add(self, what: str, facts: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
         if (now := self.running) is not None:
             again = self.is_backward and in_recomputation()
@@ -183,6 +195,7 @@ class MeasuredLayer(NamedTuple):
     """The passes of a layer, in the order of `PASSES`, and the sizes of tensors that it keeps."""
 
     passes: tuple[RecordedPass, ...]
+    shared: list[int]
     kept: list[int]
     deferred: list[int]
 
@@ -212,6 +225,8 @@ class LayerRun:
         if wanted.sharded:  # FSDP2 gathers the parameters, and takes each gradient from `.grad`
             for p in self.stage.parameters():
                 p.data = torch.empty(p.shape, dtype=dtype, device=self.device)
+                if p.requires_grad and spec_of(p).is_expert:
+                    p.register_post_accumulate_grad_hook(recorder.experts_done)
         else:
             self.engine = BucketedDataParallel(
                 parameters_of_chunks(stages),
@@ -229,34 +244,42 @@ class LayerRun:
 
     def measured(self, sequences: int) -> MeasuredLayer:
         """Runs the layer's passes over a micro-batch of this many sequences."""
-        forward, backward, _ = self._run(sequences)
-        kept = [block.nbytes for block in forward.left if block.is_freed]
+        shared, given, forward, backward, _ = self._run(sequences)
+        of_all, kept = shared.freed, forward.freed
         if not self.wanted.defers:
-            return MeasuredLayer((forward, backward, RecordedPass(), RecordedPass()), kept, [])
+            none = RecordedPass(), RecordedPass()
+            return MeasuredLayer((forward, backward, *none), of_all, kept, [])
         with self.gradients.deferred() as queue:
-            again, inputs, grads = self._run(sequences)
-        waiting = [block for block in (*again.left, *inputs.left) if not block.is_freed]
+            _, given, again, inputs, grads = self._run(sequences)
+        waiting = [*given.left, *again.left, *inputs.left]
+        waiting = [block for block in waiting if not block.is_freed]
         with self.recorder.recording() as weights, torch.no_grad():
             run_deferred(queue)
         deferred = [block.nbytes for block in waiting if block.is_freed]
         del grads  # the gradient of the input is freed only here, so it is not among the deferred
-        return MeasuredLayer((forward, backward, inputs, weights), kept, deferred)
+        return MeasuredLayer((forward, backward, inputs, weights), of_all, kept, deferred)
 
-    def _run(self, sequences: int) -> tuple[RecordedPass, RecordedPass, list[Tensor]]:
-        """Runs a forward and a backward; returns both, and the gradient of the layer's input."""
+    def _run(
+        self, sequences: int
+    ) -> tuple[RecordedPass, RecordedPass, RecordedPass, RecordedPass, list[Tensor]]:
+        """Runs a forward and a backward.
+
+        Returns what came before the forward, the gradient of the result, forward and backward, and
+        the gradient of the layer's input.
+        """
         stage, records = self.stage, []
         grads: list[Tensor] = []
-        batch = self._batch(sequences)
         shape = sequences, self.wanted.tokens, self.blueprint.model.hidden_size
         x = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.wanted.of_inputs:
             (x,) = BackwardEnd.apply(grads, self.anchor, x)
-        plain = stage._run_blocks
+        plain, before = stage._run_blocks, ExitStack()
 
         def recorded(blocks: list[TransformerBlock], x: Tensor, inputs: LayerInputs) -> Tensor:
             if inputs.documents is not None:  # the first layer also makes what all layers share
                 with torch.no_grad():
                     plain(blocks, x, inputs)
+            before.close()
             with self.recorder.recording() as record:
                 y = plain(blocks, x, inputs)
             records.append(record)
@@ -264,15 +287,18 @@ class LayerRun:
 
         stage._run_blocks = recorded
         try:
+            shared = before.enter_context(self.recorder.recording())
+            batch = self._batch(sequences)
             y = stage(x, *batch, loss_scale=self.anchor)
         finally:
             stage._run_blocks = plain
         del x, batch
-        start = BackwardStart.apply([torch.empty_like(y)], y)
+        with self.recorder.recording() as given:
+            start = BackwardStart.apply([torch.empty_like(y)], y)
         with self.recorder.recording_backward(y) as backward:
             del y
             start.backward()
-        return records[0], backward, grads
+        return shared, given, records[0], backward, grads
 
     def _batch(self, sequences: int) -> MicroBatch:
         blueprint, model = self.blueprint, self.blueprint.model
@@ -349,7 +375,10 @@ class NotLinear(ValueError):
 
 def _record(two: MeasuredLayer, four: MeasuredLayer) -> LayerRecord:
     passes = (_pass_of(*pair) for pair in zip(two.passes, four.passes, strict=True))
-    return LayerRecord(*passes, _lines(two.kept, four.kept), _lines(two.deferred, four.deferred))
+    sizes = zip(
+        (two.shared, two.kept, two.deferred), (four.shared, four.kept, four.deferred), strict=True
+    )
+    return LayerRecord(*passes, *(_lines(*pair) for pair in sizes))
 
 
 def _lines(two: Sequence[float], four: Sequence[float]) -> tuple[Line, ...]:
@@ -368,5 +397,6 @@ def _pass_of(two: RecordedPass, four: RecordedPass) -> PassRecord:
     return PassRecord(
         tuple(RecordedEvents(count, *event) for event, count in events.items()),
         highest(_lines(two.moments, four.moments)),
+        highest(_lines(two.moments[two.before_rest :], four.moments[four.before_rest :])),
         Line.through(two.live, four.live),
     )

@@ -21,6 +21,7 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.files import is_ours, others_may_write, parse_json, read_bounded, replace_durably
 from parallel3d.models.declared import LayerKind, layer_kinds
 from parallel3d.models.keys import ModelConfig
+from parallel3d.trace.child import RecordingProcess
 from parallel3d.trace.layer_trace import LayerTrace
 from parallel3d.trace.wanted import WantedTrace
 from parallel3d.versions import installed
@@ -28,13 +29,6 @@ from parallel3d.versions import installed
 LARGEST = 1 << 24  # bytes of a file that is read
 UNUSED_S = 30 * 86400.0  # seconds after which the traces of another model or version are removed
 Recorder = Callable[[Sequence[WantedTrace]], list[LayerTrace]]
-
-
-def record_here(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
-    """Records traces in this process, which loads torch and enables the simulated device."""
-    from parallel3d.trace.recorder import record  # imports torch
-
-    return record(wanted)
 
 
 class TraceTable:
@@ -45,7 +39,7 @@ class TraceTable:
         recorder: records traces that are not remembered.
     """
 
-    def __init__(self, folder: Path | None, recorder: Recorder = record_here) -> None:
+    def __init__(self, folder: Path | None, recorder: Recorder) -> None:
         self.folder = folder
         self.recorder = recorder
         self.known: dict[str, LayerTrace] = {}
@@ -128,7 +122,13 @@ def table_of(model: ModelConfig) -> TraceTable:
 @functools.lru_cache(maxsize=8)
 def _table(digest: str) -> TraceTable:
     folder = trace_folder()
-    return TraceTable(None if folder is None else folder / digest)
+    return TraceTable(None if folder is None else folder / digest, recording_process())
+
+
+@functools.cache
+def recording_process() -> RecordingProcess:
+    """Returns the child process that all tables of this process share."""
+    return RecordingProcess()
 
 
 def layer_traces(blueprint: Blueprint) -> dict[LayerKind, tuple[LayerTrace, LayerTrace]]:

@@ -50,7 +50,7 @@ class WantedTrace:
             layer,
             recomputed and bool(blueprint.layer.repeats),
             blueprint.first_trained < layer,
-            blueprint.data.zero > 1,
+            blueprint.data.zero > 1 and blueprint.layout.most_copies > 1,
             blueprint.pipeline.may_split,
             blueprint.micro_batch_size,
         )

@@ -15,7 +15,7 @@ from parallel3d.commands.best_layout import take_layout
 from parallel3d.commands.plan import ROWS, Plan, searched, typed_keys
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import load_own, step
-from parallel3d.estimate.memory import bounded, load_that_fits, memories, memory_of, peak_memory
+from parallel3d.estimate.memory import bounded, load_that_fits, memory_of, peak_memory
 from parallel3d.estimate.search import (
     LayoutChoice,
     PricedLayouts,
@@ -101,7 +101,8 @@ def test_an_ep_that_divides_nothing_is_refused(fixed: dict[str, int], said: str)
 def everything(config: Config, choices: list[LayoutChoice], most: float) -> PricedLayouts:
     """Returns the layouts with the memory of each."""
     times = times_of(config, choices)
-    return ranked(choices, times, memories(config, choices, 4 * GB), most)
+    memory = np.array([memory_of(config, choice) + 4 * GB for choice in choices])
+    return ranked(choices, times, memory, most)
 
 
 def times_of(config: Config, choices: list[LayoutChoice]) -> Any:

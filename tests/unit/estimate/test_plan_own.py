@@ -18,7 +18,7 @@ from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.estimate.fitted_cost import load, load_own, step
-from parallel3d.estimate.layer_memory import layers_of_stage
+from parallel3d.estimate.layer_memory import LayerMemories
 from parallel3d.estimate.memory import peak_memory, peak_stage
 from parallel3d.estimate.search import card_of, layouts, planned, sizes_of, works
 from parallel3d.topology.assumptions import preset
@@ -168,6 +168,7 @@ def test_dry_runs_send_the_planned_bytes_and_need_no_more_memory_than_the_bound(
     assert all(f"{name}: median" in done.stdout for name in NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["gather", "heads", "ring"])
 def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(style: str) -> None:
     keys = {"model": "llama3_8b", "layers": 4, "dp": 1, "micro_batch_size": 1}
@@ -176,7 +177,9 @@ def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(styl
         configured(keys | more) for more in ({"cp": 8, "style": style}, {"seq_length": 131072 // 8})
     )
     found, least = (peak_memory(config, 0) for config in (split, part))
-    assert found[:5] == least[:5]  # states and tensors in flight
+    assert found.states == least.states
+    # The rows of the rotary tables are kept for each micro-batch.
+    assert 1 < found.activations / least.activations < 1.02
     more = found.temporary - least.temporary
     # Keys and values of a layer, of all tokens; with heads, the results of attention by heads.
     assert more == {"gather": 2 * 2 * 131072 * 1024, "heads": 2 * 16384 * 4096, "ring": 0}[style]
@@ -184,6 +187,7 @@ def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(styl
     assert zero[1] == zero[0] / 8
 
 
+@pytest.mark.slow
 def test_state_and_activations_by_hand() -> None:
     """Compares with docs/dryrun.md's account of Llama 1B: 18 bytes per parameter, 64.55 GB
     altogether."""
@@ -193,15 +197,18 @@ def test_state_and_activations_by_hand() -> None:
     assert -3 < off(64.55e9, found.total) < 12
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_less_and_full_least() -> None:
     less = "[layer]", "[norm,attention,mlp]", "[norm,activation]", "[norm]", "none"
     kept = []
     for parts in less:
         rank = PipelineRank(planned(configured(ONE | {"recompute": parts})), 0)
-        kept.append(layers_of_stage(rank, rank.stages[0])[0].kept)
+        layers = LayerMemories(rank.blueprint).of_stage(rank, rank.stages[0])
+        kept.append(layers[0].kept)
     assert kept == sorted({*kept})
 
 
+@pytest.mark.slow
 def test_zero_divides_exactly_its_tensors() -> None:
     base = PIPELINE | {"pp": 1, "dp": 8, "global_batch_size": 16}
     none, one, three = (peak_memory(configured(base | {"zero": z}), 0) for z in (0, 1, 3))
@@ -211,6 +218,7 @@ def test_zero_divides_exactly_its_tensors() -> None:
     assert three.parameters < none.parameters
 
 
+@pytest.mark.slow
 def test_the_fullest_rank_is_the_fullest_of_all() -> None:
     for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         config = configured(PIPELINE | {"schedule": schedule, "vpp": vpp})
@@ -251,6 +259,7 @@ def test_the_longest_sequences_of_the_page() -> None:
         assert f"` | {line} |\n" in page
 
 
+@pytest.mark.slow
 def test_a_wrong_formula_is_detected() -> None:
     """Tests that the comparison can fail, as it does for a layer that keeps nothing."""
     config = configured(PIPELINE)

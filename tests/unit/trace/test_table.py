@@ -37,9 +37,9 @@ def wanted(sequences: int = 1, layer: int = 1, recomputed: bool = False, **keys:
 def record_of(size: float) -> LayerRecord:
     numbers = Line(0, 8), Line(4, 0), Line(4, 0), Line(size, 0)
     product = RecordedEvents(2, "product", False, (1, "bfloat16"), numbers)
-    empty = PassRecord((), (), Line(0, 0))
-    one = PassRecord((product,), (Line(5, 0),), Line(0, 0))
-    return LayerRecord(one, empty, empty, empty, (Line(1, size),), ())
+    empty = PassRecord((), (), (), Line(0, 0))
+    one = PassRecord((product,), (Line(5, 0),), (), Line(0, 0))
+    return LayerRecord(one, empty, empty, empty, (), (Line(1, size),), ())
 
 
 class Recorder:
@@ -125,7 +125,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {"cp": 2},
     {"recompute": "full", "recomputed": True},
     {"recompute": "attention", "recomputed": True},
-    {"zero": 2},
+    {"zero": 2, "dp": 2},
     {"layer": 0, "model": {"layer_types": ["sliding", "full"], "sliding_window": 8}},
     {"model": {"num_experts": 4}},
 ]

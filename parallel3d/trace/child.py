@@ -1,0 +1,67 @@
+"""Records traces in a child process, which alone loads torch and enables the simulated device.
+
+A process that plans may train afterwards, on another device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from parallel3d.errors import UserError
+from parallel3d.trace.layer_trace import LayerTrace
+from parallel3d.trace.wanted import WantedTrace
+
+
+class RecordingProcess:
+    """Records traces in a child process, which starts with the first ones and lasts until `close`.
+
+    The child also ends with this process.
+    """
+
+    def __init__(self) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
+        """Returns the traces. Raises UserError if torch is not installed."""
+        if importlib.util.find_spec("torch") is None:
+            raise UserError(
+                "the first plan of a model runs its layers without values, which needs torch; the "
+                "nearest is pip install torch"
+            )
+        if self.child is None:
+            words = sys.executable, "-m", "parallel3d.trace.child"
+            self.child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.child.stdin is not None and self.child.stdout is not None
+        pickle.dump([*wanted], self.child.stdin)
+        self.child.stdin.flush()
+        return [LayerTrace.from_json(made) for made in pickle.load(self.child.stdout)]
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self.child is not None:
+            self.child.communicate()
+            self.child = None
+
+
+def main() -> None:
+    """Answers lists of `WantedTrace` on the standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what torch prints is no answer
+    from parallel3d.trace.recorder import record  # imports torch
+
+    while True:
+        try:
+            wanted = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump([trace.as_json() for trace in record(wanted)], answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
