@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.published_run import ENGINES, PublishedRun
-from parallel3d.blueprint.ops import kept
 from parallel3d.estimate.fitted_cost import Number, expert_parameters, stage_parameters
 
 GIB = 2.0**30
@@ -109,7 +108,7 @@ def _state(work: PublishedRun, v: Mapping[str, float], elements: Number, ranks: 
 
 def _kept(work: PublishedRun, v: Mapping[str, float]) -> Any:
     """Returns the activation bytes of one layer and micro-batch, from forward to backward."""
-    inputs = 2 * work.widths.hidden / work.widths.share
+    inputs = 2 * work.hidden / work.share
     keep = np.where(work.recompute_attention > 0, v["layer.selective"], 1.0)
     return work.tokens * np.where(work.recompute_layer > 0, inputs, _saved(work, v) * keep)
 
@@ -117,13 +116,13 @@ def _kept(work: PublishedRun, v: Mapping[str, float]) -> Any:
 def _saved(work: PublishedRun, v: Mapping[str, float]) -> Any:
     """Returns the activation bytes per token of one layer without recomputation."""
     saved = work.hidden * v["layer.whole"] + v["layer.kept"] * _kept_elements(work)
-    scores = work.widths.heads * np.minimum(work.seq, work.window) * 5
+    scores = (work.heads / work.tp) * np.minimum(work.seq, work.window) * 5
     return saved + np.where((work.flash == 0) & (work.recompute_attention == 0), scores, 0.0)
 
 
 def _kept_elements(work: PublishedRun) -> Any:
     totals = work.ranks.totals
-    each = (kept(kind.ops)[0] for kind in work.by_kind)
+    each = (sum(op.keeps for op in kind.ops) for kind in work.by_kind)
     return sum(n * of for n, of in zip(totals, each, strict=True)) / totals.sum(axis=0)
 
 

@@ -73,7 +73,8 @@ _DEFAULTS: dict[str, float] = {
     "window": math.inf, "gpus_per_node": 8, "backward": 1, "trained": 1, "embedding_trained": 1,
     "head_trained": 1, "head_reached": 1, "sliding": 1,
     "sparse": 0, "experts": 1, "active_experts": 1, "expert_ffn": 0, "shared_ffn": 0, "ep": 1,
-    "load": 1, "overlap_ep": 0, "copies": 0, "gathers": 0, "item": 2,
+    "load": 1, "attends": 1, "output_norms": 0, "overlap_ep": 0, "copies": 0, "gathers": 0,
+    "item": 2,
     "q_latent": 0, "kv_latent": 0, "value_size": 0, "rope_size": 0,
 }  # fmt: skip
 

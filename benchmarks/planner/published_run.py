@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.published_ops import Experts, Op, Widths, layer_ops
 from parallel3d.blueprint.dispatch import share_sent
-from parallel3d.blueprint.ops import Op
 from parallel3d.estimate.fitted_cost import (
     FAMILIES,
     Constants,
+    Moved,
     Number,
+    Product,
     StepWork,
     attention_flops,
     attention_rate,
@@ -34,6 +36,8 @@ MEMBERS = {**FAMILIES, "engine": ENGINES}
 # node that has any of them, and from there to the ranks; one copy for each expert.
 COPIES = ("rank", "node", "expert")
 RESIDUALS = ("attention.residual", "mlp.residual")
+EXPERTS = "mlp.experts."  # prefix of the names of the experts' operations
+PASSES = ("mlp.dispatch", "mlp.combine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,10 @@ class PublishedRun(StepWork):
     """The sizes of published runs, with an element per run; flags are 0 or 1."""
 
     memory_bytes: Number
+    ffn: Number  # width of the MLP of a layer without experts
+    gated: Number  # flag: three matrices in the MLP instead of two
+    expert_ffn: Number
+    shared_ffn: Number
     sliding: Number  # share of layers with a window
     engine: Number  # index into ENGINES
     recompute_end: Number  # flag: the last operations of a layer are recomputed too
@@ -61,7 +69,31 @@ class PublishedRun(StepWork):
 
     @cached_property
     def ops(self) -> list[Op]:
-        return self._with_latents(super().ops)
+        """Returns the operations of a layer of this kind on one tensor-parallel rank."""
+        heads = self.head_widths
+        ffn = self.ffn / self.tp
+        widths = Widths(self.hidden, heads.queries, heads.keys, ffn, self.gated, self.share)
+        if not self.has_experts:
+            return self._with_latents(layer_ops(widths))
+        sizes = self.experts, self.active_experts, self.ep, self.expert_ffn
+        return self._with_latents(layer_ops(widths, Experts(*sizes, self.shared_ffn / self.tp)))
+
+    @cached_property
+    def layer_products(self) -> list[Product]:
+        return [
+            Product(
+                *(op.name, op.inputs, op.outputs, op.split, op.rows, op.matrices),
+                again=self._repeats(op),
+                of_experts=op.name.startswith(EXPERTS),
+            )
+            for op in self.ops
+            if op.kind == "gemm"
+        ]
+
+    def _repeats(self, op: Op) -> Any:
+        """Returns 1 in rows that recompute the operation in the backward, and 0 in all others."""
+        flags = (getattr(self, f"recompute_{part}") for part in op.parts or ("end",))
+        return reduce(np.maximum, flags)
 
     def _with_latents(self, ops: Sequence[Op]) -> list[Op]:
         """Returns `ops` with the projections of latent attention in the rows that use it."""
@@ -100,11 +132,11 @@ class PublishedRun(StepWork):
 
     def attention_forward(self, c: Constants) -> Any:
         """Returns the seconds of attention's forward, as a mean over layers."""
-        sliding = self.attends(c, np.minimum(self.seq, self.window))
-        full = self.attends(c, self.seq)
+        sliding = self.attention_on(c, np.minimum(self.seq, self.window))
+        full = self.attention_on(c, self.seq)
         return np.where(self.sliding == 1, sliding, full + self.sliding * (sliding - full))
 
-    def attends(self, c: Constants, keys: Number) -> Any:
+    def attention_on(self, c: Constants, keys: Number) -> Any:
         """Returns the seconds of attention's forward.
 
         Plain kernels compute and write all scores, once in the forward and twice in the backward.
@@ -114,27 +146,38 @@ class PublishedRun(StepWork):
         scores = self.micro_batch * self.heads / self.tp * self.seq / self.cp * keys
         written = scores * c["attention.score_bytes"] * np.where(self.dropout > 0, 1.0, 0.7)
         plain = plain * ramp + move(self, c, written)
-        return np.where(self.flash > 0, super().attends(c, keys), plain)
+        return np.where(self.flash > 0, super().attention_on(c, keys), plain)
 
     @property
     def attention_backward(self) -> Any:
         return np.where(self.flash > 0, super().attention_backward, 2.0)
 
-    def elementwise_bytes(self, op: Op, c: Constants) -> Any:
-        """Returns the bytes per token; residual sums also move dropout's masks."""
+    def moved(self, c: Constants) -> Moved:
+        """Returns the bytes per token of a backward that moves twice as much as the forward."""
+        each = [self._moved(op, c) for op in self.ops if op.kind == "elementwise"]
+        again = (self._repeats(op) for op in self.ops if op.kind == "elementwise")
+        forward = sum(each)
+        repeated = sum(flag * of for flag, of in zip(again, each, strict=True))
+        return Moved(forward, 2 * forward, repeated)
+
+    def _moved(self, op: Op, c: Constants) -> Any:
+        """Returns the bytes per token of an operation; residual sums also move dropout's masks."""
         masks = self.dropout * op.outputs * (op.name in RESIDUALS)
         factor = np.where(self.compiled > 0, c["memory.compiled"], 1.0)
-        return self.item * (op.inputs + op.outputs + masks) * c["memory.width"] * factor
+        loaded = self.load if op.name.startswith(EXPERTS) else 1.0
+        if op.name in PASSES:
+            loaded = self.load_of_tokens
+        return loaded * self.item * (op.inputs + op.outputs + masks) * c["memory.width"] * factor
 
-    def casts(self, op: Op, c: Constants, rows: Any) -> tuple[Any, Any]:
+    def casts(self, of: Product, c: Constants, rows: Any) -> tuple[Any, Any]:
         """Returns the seconds of casts to fp8.
 
         Operands are cast before the all-gather, and weights once per step.
         """
-        share = self.widths.share if op.split == "column" else 1.0
+        share = self.share if of.split == "column" else 1.0
         each = c["fp8.cast_bytes"] * self._is_recent(c["recent.cast"])
-        cast = move(self, c, rows * op.inputs / share * each) * self.fp8
-        weights = move(self, c, 3 * op.numel / self.microbatches) * self.fp8
+        cast = move(self, c, rows * of.inputs / share * each) * self.fp8
+        weights = move(self, c, 3 * of.numel / self.microbatches) * self.fp8
         return cast + weights, cast
 
     @property
@@ -142,8 +185,10 @@ class PublishedRun(StepWork):
         """Returns the slowdown of a head that stays in 16 bits."""
         return 1 + self.fp8 * (self.peak / self.peak_attention - 1)
 
-    def repeats(self, op: Op) -> Any:
-        return super().repeats(op) if op.parts else self.recompute_end
+    @property
+    def exchanges(self) -> Any:
+        again = sum(self._repeats(op) for op in self.ops if op.name in PASSES)
+        return 2 + self.backward * (2 + again)
 
     def shown_tensor_parallel(self, c: Constants) -> Any:
         return super().shown_tensor_parallel(c) * (1 - self.parallel_block / 2)
@@ -178,4 +223,4 @@ class PublishedRun(StepWork):
 
 
 # One number for each row.
-ROW_FIELDS = [f.name for f in fields(PublishedRun) if f.name not in ("ranks", "kinds")]
+ROW_FIELDS = [f.name for f in fields(PublishedRun) if f.name not in ("ranks", "kinds", "products")]

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import bus_factor
-from parallel3d.blueprint.dispatch import ALL_TO_ALL, load_of_tokens, share_sent
-from parallel3d.blueprint.ops import ExpertWidths, Op, Widths, layer_ops
+from parallel3d.blueprint.dispatch import load_of_tokens, share_sent
 from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.estimate.attention_traffic import (
     HeadWidths,
@@ -113,7 +112,6 @@ OWN_RATES = {
         "speed.h100/bf16.rate": 0.8129,
         "engine.megatron.flash": 0.5588,
         "memory.rate": 0.7463,
-        "memory.compiled": 0.6606,
         "head.bytes": 7.096,
         "optimizer.bytes": 30.35,
     }
@@ -134,6 +132,42 @@ def range_of_a_new_place() -> tuple[float, float]:
     return low, high
 
 
+class Product(NamedTuple):
+    """A product with weights in a layer on one tensor-parallel rank, forward and backward.
+
+    Attributes:
+        name: its name, for tests and reports.
+        inputs, outputs: number of elements per row that it reads and writes (k and n).
+        split: "column" (sharded outputs) or "row" (sharded inputs); "" for neither.
+        rows: number of rows per token; a product of experts has one for each chosen expert.
+        matrices: number of weight matrices; more than one with several experts.
+        again: 1 in rows of the table that repeat it in the backward, else 0.
+        of_experts: whether it multiplies by the matrices of experts.
+    """
+
+    name: str
+    inputs: Number
+    outputs: Number
+    split: str = ""
+    rows: Number = 1.0
+    matrices: Number = 1.0
+    again: Number = 0.0
+    of_experts: bool = False
+
+    @property
+    def numel(self) -> Number:
+        """Number of elements of the weights on this rank."""
+        return self.inputs * self.outputs * self.matrices
+
+
+class Moved(NamedTuple):
+    """Bytes per token that element-wise operations of a layer read and write."""
+
+    forward: Any
+    backward: Any
+    repeated: Any
+
+
 @dataclass(frozen=True)
 class StepWork:
     """Sizes that determine the time of a step: model, layout and hardware.
@@ -149,8 +183,6 @@ class StepWork:
     heads: Number
     kv_heads: Number
     head_size: Number
-    ffn: Number  # width of the MLP of a layer without experts
-    gated: Number  # flag: three matrices in the MLP instead of two
     vocab: Number
     tied: Number
     seq: Number
@@ -168,7 +200,8 @@ class StepWork:
     gpus_per_node: Number  # GPUs of one NVLink domain
     ranks: RankLayers  # layers of each kind on the pipeline's ranks
     zero: Number
-    recompute_norm: Number  # flags of the parts of `recompute`; a part that another implies has 0
+    # Flags of the parts of `recompute`; a part that another one implies has 0.
+    recompute_norm: Number
     recompute_activation: Number
     recompute_attention: Number
     recompute_mlp: Number
@@ -195,83 +228,71 @@ class StepWork:
     embedding_trained: Number = field(default_factory=partial(np.ones, ()))
     head_trained: Number = field(default_factory=partial(np.ones, ()))
     head_reached: Number = field(default_factory=partial(np.ones, ()))
+    attends: Number = field(default_factory=partial(np.ones, ()))  # flag: a layer has attention
+    output_norms: Number = field(default_factory=partial(np.zeros, ()))  # flag: norms end a layer
     sparse: Number = field(default_factory=partial(np.zeros, ()))  # flag: a layer has experts
     experts: Number = field(default_factory=partial(np.ones, ()))
     active_experts: Number = field(default_factory=partial(np.ones, ()))
-    expert_ffn: Number = field(default_factory=partial(np.zeros, ()))
-    shared_ffn: Number = field(default_factory=partial(np.zeros, ()))
     ep: Number = field(default_factory=partial(np.ones, ()))
     # Rows of the experts on the fullest rank, divided by the mean of all ranks
     load: Number = field(default_factory=partial(np.ones, ()))
     overlap_ep: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.overlap`
     gathers: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.dispatch=gather`
     # For each kind of layer, the fields that differ from those of the other kinds
-    kinds: tuple[Mapping[str, float], ...] = ({},)
+    kinds: tuple[Mapping[str, Any], ...] = ({},)
+    products: Sequence[Product] = ()
 
     @property
     def tokens(self) -> Number:
         """Returns the number of tokens of a micro-batch on one context-parallel rank."""
         return self.micro_batch * self.seq / self.cp
 
+    @property
+    def share(self) -> Any:
+        """Returns the number of ranks over which the residual stream is split."""
+        return np.where(self.sequence_parallel > 0, self.tp, 1.0)
+
     @functools.cached_property
-    def widths(self) -> Widths:
-        """Returns the sizes of a layer on one tensor-parallel rank."""
+    def head_widths(self) -> HeadWidths:
+        """Returns the sizes of attention on one tensor-parallel rank."""
         key_heads = np.maximum(self.kv_heads / self.tp, 1)
-        return Widths(
-            self.hidden,
-            self.heads * self.head_size / self.tp,
-            key_heads * self.head_size,
-            self.heads / self.tp,
-            key_heads,
-            self.ffn / self.tp,
-            self.gated,
-            np.where(self.sequence_parallel > 0, self.tp, 1.0),
-        )
+        queries = self.heads * self.head_size / self.tp
+        return HeadWidths(queries, key_heads * self.head_size, key_heads)
 
     @functools.cached_property
     def by_kind(self) -> list[Self]:
         """Returns the work with the layers of each kind."""
-        return [
-            replace(self, kinds=({},), **{name: np.asarray(value) for name, value in own.items()})
-            for own in self.kinds
-        ]
+        found = []
+        for own in self.kinds:
+            rows = {name: np.asarray(own[name]) for name in own if name != "products"}
+            products = own.get("products", self.products)
+            found.append(replace(self, kinds=({},), products=products, **rows))
+        return found
 
     @property
     def has_experts(self) -> bool:
         """Returns whether the layers of this kind have experts."""
         return bool(np.any(self.sparse))
 
-    @functools.cached_property
-    def ops(self) -> list[Op]:
-        """Returns the operations of a layer of this kind on one tensor-parallel rank."""
-        if not self.has_experts:
-            return layer_ops(self.widths)
-        experts = ExpertWidths(
-            experts=self.experts,
-            chosen=self.active_experts,
-            ep=self.ep,
-            way=ALL_TO_ALL,
-            ffn=self.expert_ffn,
-            shared=self.shared_ffn / self.tp,
-            shared_gate=0,
-            numbers=0,
-        )
-        return layer_ops(self.widths._replace(experts=experts))
+    @property
+    def layer_products(self) -> Sequence[Product]:
+        """Returns the products with weights of a layer of this kind."""
+        return self.products
 
     @functools.cached_property
     def parameters(self) -> Any:
         """Returns a rank's number of matrix elements in a layer, without experts."""
-        return _elements(self.ops, of_experts=False)
+        return _elements(self.layer_products, of_experts=False)
 
     @functools.cached_property
     def expert_parameters(self) -> Any:
         """Returns a rank's number of elements of experts in a layer."""
-        return _elements(self.ops, of_experts=True)
+        return _elements(self.layer_products, of_experts=True)
 
     @functools.cached_property
     def multiplied(self) -> Any:
         """Returns a rank's multiply-adds per token in the GEMMs of a layer."""
-        return sum(op.rows * op.inputs * op.outputs for op in self.ops if op.kind == "gemm")
+        return sum(of.rows * of.inputs * of.outputs for of in self.layer_products)
 
     @property
     def edp(self) -> Any:
@@ -299,9 +320,9 @@ class StepWork:
 
     def attention_forward(self, c: Constants) -> Any:
         """Returns the seconds of attention's forward."""
-        return self.attends(c, np.minimum(self.seq, self.window))
+        return self.attention_on(c, np.minimum(self.seq, self.window))
 
-    def attends(self, c: Constants, keys: Number) -> Any:
+    def attention_on(self, c: Constants, keys: Number) -> Any:
         """Returns the seconds of attention's forward if a query sees at most `keys` keys.
 
         Kernels skip the masked half of the scores.
@@ -317,11 +338,37 @@ class StepWork:
         """Returns the time of attention's backward, divided by that of its forward."""
         return 2.5
 
-    def elementwise_bytes(self, op: Op, c: Constants) -> Any:
-        """Returns the bytes per token that an element-wise operation reads and writes."""
-        return self.item * (op.inputs + op.outputs) * c["memory.width"] * c["memory.compiled"]
+    @property
+    def attention_again(self) -> Any:
+        """Returns 1 in rows that repeat attention in the backward, else 0."""
+        return np.maximum(self.recompute_attention, self.recompute_layer)
 
-    def casts(self, op: Op, c: Constants, rows: Any) -> tuple[Any, Any]:
+    def moved(self, c: Constants) -> Moved:
+        """Returns the bytes of all operations of a layer but its products and attention.
+
+        What products read and write, other operations read and write too: norms, activations,
+        residual sums. The factor is that of a traced layer (`parallel3d.trace`). Norms read the
+        inputs of products from the residual stream, and activations what is inside the MLP.
+        """
+        norms, every, within = (np.zeros(()) for _ in range(3))
+        for of in self.layer_products:
+            loaded = of.rows * (self.load if of.of_experts else 1.0)
+            reads = of.inputs == self.hidden if of.of_experts else of.split != "row"
+            stream = np.where(reads, of.inputs, of.outputs) * loaded / self.share
+            other = np.where(reads, of.outputs, of.inputs) * loaded
+            if of.of_experts:  # `experts.rows` has the rows of hidden states
+                stream = np.zeros(())
+            every = every + stream + other
+            norms = norms + np.where(reads, 2 * stream, 0.0)
+            within = within + other * of.name.startswith("mlp.")
+        again = norms * self.recompute_norm
+        activation = 0.0 if self.has_experts else self.recompute_activation
+        again = again + within * np.maximum(activation, self.recompute_mlp)
+        again = np.where(self.recompute_layer > 0, REPEATED * FORWARD * every, again)
+        item = self.item
+        return Moved(FORWARD * item * every, BACKWARD * item * every, item * again)
+
+    def casts(self, of: Product, c: Constants, rows: Any) -> tuple[Any, Any]:
         """Returns the seconds that casts of a GEMM's operands add to forward and backward."""
         return 0.0, 0.0
 
@@ -329,11 +376,6 @@ class StepWork:
     def head_slowdown(self) -> Any:
         """Returns how much slower the head's GEMMs are than those of the layers."""
         return 1.0
-
-    def repeats(self, op: Op) -> Any:
-        """Returns 1 in rows that recompute the operation in the backward, and 0 in all others."""
-        flags = (getattr(self, f"recompute_{part}") for part in op.parts)
-        return functools.reduce(np.maximum, flags, np.zeros(()))
 
     def shown_tensor_parallel(self, c: Constants) -> Any:
         """Returns the share of the tp collectives that no GEMM hides."""
@@ -354,6 +396,16 @@ class StepWork:
             nodes: nodes over which ep extends.
         """
         return self.share_sent * (inside - 1), self.share_sent * (self.ep - inside)
+
+    @property
+    def exchanges(self) -> Any:
+        """Returns the number of exchanges of tokens in a layer's forward, backward and repetition.
+
+        The way there is repeated with the experts, and the way back only before a norm.
+        """
+        there = np.maximum(self.recompute_mlp, self.recompute_layer)
+        back = self.recompute_layer * self.output_norms
+        return 2 + self.backward * (2 + there + back)
 
     def host_of_layer(self, c: Constants) -> Any:
         """Returns the seconds that the host needs to launch a layer's kernels.
@@ -376,15 +428,17 @@ class StepWork:
 
 
 # Fields with one number for each row.
-ROW_FIELDS = [f.name for f in fields(StepWork) if f.name not in ("ranks", "kinds")]
+ROW_FIELDS = [f.name for f in fields(StepWork) if f.name not in ("ranks", "kinds", "products")]
 
 
-EXPERTS = "mlp.experts."  # prefix of the names of the experts' operations
+# Elements that the operations between products read and write in the forward and the backward of a
+# layer, as a multiple of those that its products read and write; and the share of the forward's
+# that a whole recomputation repeats. They are those of traces of llama_1b on one rank.
+FORWARD, BACKWARD, REPEATED = 1.3, 1.68, 0.88
 
 
-def _elements(ops: Sequence[Op], *, of_experts: bool) -> Any:
-    gemms = [op for op in ops if op.kind == "gemm" and op.name.startswith(EXPERTS) is of_experts]
-    return sum(op.numel for op in gemms)
+def _elements(products: Sequence[Product], *, of_experts: bool) -> Any:
+    return sum(each.numel for each in products if each.of_experts is of_experts)
 
 
 def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> dict[str, float]:
@@ -396,17 +450,15 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
         "kv_heads": model.kv_heads,
         "head_size": model.head_size,
         "ffn": model.ffn_size,
-        "gated": float(model.is_gated),
         "vocab": model.padded_vocab_size,
         "tied": float(model.tie_embeddings),
         "seq": model.seq_length,
         "window": np.inf,
         "experts": max(model.num_experts, 1),
         "active_experts": max(model.experts_per_token, 1),
-        "expert_ffn": model.expert_size if model.num_experts else 0,
-        "shared_ffn": model.shared_expert_size,
         "ep": 1,
         "load": 1,
+        "attends": 1,
         "backward": 1,
         "trained": 1,
         "embedding_trained": shares.embedding,
@@ -627,80 +679,71 @@ def hop(work: StepWork, c: Constants) -> Any:
     return np.where(work.pp > 1, bytes / work.message_share / rate + software + wire, 0.0)
 
 
-# Kind of operation → its name in reports; all other kinds are element-wise.
-KINDS = {"gemm": "matmuls", "attention": "attention"}
-
-
 def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     """Returns (kind → seconds on the GPU, total seconds) of a layer's forward and backward.
 
     The total is about the host's time if the launches take longer than the kernels.
     """
-    parts, waits = _of_layer(work.ops, work, c)
+    parts, waits = _of_layer(work, c)
     if work.has_experts:
-        parts["exchange of tokens"] = _passes(work) * exchange(work, c)
+        parts["exchange of tokens"] = work.exchanges * exchange(work, c)
     attends = parts["attention"]
     parts["tp collectives"] = waits + context_parallel(work, c, attends)
     if work.has_experts and np.any(work.overlap_ep):
         computes = sum(parts.values()) - parts["exchange of tokens"]
         # No kernel is launched while the host waits for the row counts.
         waits = np.where(work.ep > 1, 1e-6 * c["experts.wait_us"], 0.0)
-        wire = parts["exchange of tokens"] - _passes(work) * waits
+        wire = parts["exchange of tokens"] - work.exchanges * waits
         hidden = work.overlap_ep * hidden_seconds(wire, computes, work.microbatches)
         parts["exchange of tokens"] = parts["exchange of tokens"] - hidden
     return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
 
 
-def _of_layer(ops: Sequence[Op], work: StepWork, c: Constants) -> tuple[dict[str, Any], Any]:
-    """Returns (kind → seconds on the GPU, exposed seconds of tp collectives) of the operations."""
-    parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
+def _of_layer(work: StepWork, c: Constants) -> tuple[dict[str, Any], Any]:
+    """Returns (kind → seconds on the GPU, exposed seconds of tp collectives) of a layer."""
+    forward, backward = (work.attends * each for each in attention(work, c))
+    moved = work.moved(c)
+    parts: dict[str, Any] = {"matmuls": 0.0, "attention": forward + work.backward * backward}
+    both = moved.forward + work.backward * moved.backward
+    parts["element-wise"] = move(work, c, work.tokens * both)
+    again = move(work, c, work.tokens * moved.repeated) + work.attention_again * forward
     waits: Any = 0.0
-    for op in ops:
-        forward, backward = seconds(op, work, c)
-        again = work.repeats(op)
-        kind = KINDS.get(op.kind, "element-wise")
-        parts[kind] = parts[kind] + forward + backward
-        parts["recomputed"] = parts["recomputed"] + work.backward * again * forward
-        if op.split:
-            waits = waits + _tensor_parallel(op, work, c, again)
+    for of in work.layer_products:
+        ahead, behind = seconds(of, work, c)
+        parts["matmuls"] = parts["matmuls"] + ahead + behind
+        again = again + of.again * ahead
+        if of.split:
+            waits = waits + _tensor_parallel(of, work, c)
+    parts["recomputed"] = work.backward * again
     return parts, work.shown_tensor_parallel(c) * waits
 
 
-def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """Returns the (forward, backward) seconds of an operation on the GPU."""
-    loaded: Any = work.load if op.name.startswith(EXPERTS) else 1.0
-    if op.name in PASSES:
-        loaded = work.load_of_tokens
-    if op.kind == "attention":
-        forward, backward = attention(work, c)
-        return forward, work.backward * backward
-    if op.kind != "gemm":
-        moved = move(work, c, work.tokens * loaded * work.elementwise_bytes(op, c))
-        return moved, work.backward * 2 * moved
-    rows = work.tokens * (op.rows * loaded)
-    if op.name.startswith(EXPERTS):
-        forward, of_input, of_weight, copied = _grouped(op, work, c, rows)
+def seconds(of: Product, work: StepWork, c: Constants) -> tuple[Any, Any]:
+    """Returns the (forward, backward) seconds of a product on the GPU."""
+    rows = work.tokens * (of.rows * (work.load if of.of_experts else 1.0))
+    if of.of_experts:
+        forward, of_input, of_weight, copied = _grouped(of, work, c, rows)
     else:
-        forward, of_input, of_weight = _matmul(work, c, rows, op.inputs, op.outputs)
+        forward, of_input, of_weight = _matmul(work, c, rows, of.inputs, of.outputs)
         copied = 0.0
     backward = work.backward * (of_input + copied) + work.trained * of_weight
-    ahead, behind = work.casts(op, c, rows)
+    ahead, behind = work.casts(of, c, rows)
     return forward + copied + ahead, backward + behind
 
 
-def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
+def _grouped(of: Product, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
     """Returns the seconds of a grouped GEMM over all experts of a rank, in four parts.
 
     The parts are the forward, the input gradient, the weight gradient, and the kernel that gathers
     or sums the rows of hidden states.
     """
-    groups, slower = op.matrices, c["experts.rate"]
+    groups, slower = of.matrices, c["experts.rate"]
     each = rows / groups
     hidden = 2 * work.item * rows * work.hidden
     return (
-        gemm(work, c, each, op.outputs, op.inputs, groups) / slower,
-        gemm(work, c, each, op.inputs, op.outputs, groups) / slower,
-        gemm(work, c, op.inputs, op.outputs, each, groups) / slower,
+        gemm(work, c, each, of.outputs, of.inputs, groups) / slower,
+        gemm(work, c, each, of.inputs, of.outputs, groups) / slower,
+        gemm(work, c, of.inputs, of.outputs, each, groups) / slower,
         move(work, c, hidden * c["experts.rows"]),
     )
 
@@ -716,20 +759,20 @@ def _matmul(
     )
 
 
-def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
+def _tensor_parallel(of: Product, work: StepWork, c: Constants) -> Any:
     """Returns the seconds of a GEMM's tp collectives in forward, backward and recomputation.
 
     With sequence parallelism, the input of a column-parallel GEMM is gathered in the forward and
     again for the weight gradient, where the GEMM of the input gradient hides half of the time.
     Without it, the output of a row-parallel GEMM and the input gradient of a column-parallel GEMM
-    are all-reduced. `again`: 1 in rows that recompute the GEMM, else 0.
+    are all-reduced.
     """
     bytes = work.item * work.tokens * work.hidden
     one = gather(work, c, bytes, work.tp, 1)
     summed = reduce(work, c, bytes, work.tp, 1)
     sp, back = work.sequence_parallel, work.backward
-    again = back * again
-    if op.split == "column":
+    again = back * of.again
+    if of.split == "column":
         return sp * (1 + 1.5 * back + again) * one + (1 - sp) * back * summed
     return np.where(sp > 0, (1 + back) * one, summed) + again * np.where(sp > 0, one, summed)
 
@@ -742,10 +785,10 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
 
     `attends`: seconds of attention in forward and backward.
     """
-    ranks, stride, w = work.cp, work.tp, work.widths
+    ranks, stride, heads = work.cp, work.tp, work.head_widths
     rate, _ = message(work, c, ranks * stride <= work.gpus_per_node)
     wait = latency(work, c, ranks, stride, 1, "send_recv")
-    again = sum(work.repeats(op) for op in work.ops if op.kind == "attention")
+    again = work.attention_again
 
     def calls(sent: SentCalls) -> Any:
         return sent.count - sent.backward + work.backward * (sent.backward + again * sent.again)
@@ -754,7 +797,6 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     most = work.seq * (1 - 1 / ranks)
     reached = work.micro_batch * np.minimum(2 * (np.minimum(work.window, work.seq) - 1), most)
     halo: Any = 0.0
-    heads = HeadWidths(w.queries, w.keys, w.key_heads)
     for sent in halo_sends(heads, reached, reached, work.item):
         halo = halo + calls(sent) * (sent.nbytes / rate + wait)
     found = []
@@ -769,8 +811,8 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
         total = exposed(style, total, attends, c["cp.exposed"])
         if style != "heads":
             total = np.where(work.window < work.seq, halo, total)
-        possible = (style != "heads") | splits_heads(w.heads, w.key_heads, ranks)
-        total = np.where(ranks > 1, total, 0.0)
+        possible = (style != "heads") | splits_heads(work.heads / work.tp, heads.key_heads, ranks)
+        total = np.where((ranks > 1) & (work.attends > 0), total, 0.0)
         found.append(np.where(possible, total, np.inf))
     same = np.broadcast_arrays(*found)
     return np.choose(work.cp_style.astype(int), [*same, np.minimum.reduce(same)])
@@ -786,7 +828,7 @@ def exchange(work: StepWork, c: Constants) -> Any:
     inside = np.minimum(ep, work.gpus_per_node)
     nodes = np.maximum(ep / inside, 1.0)
     here, away = work.copies_sent(inside, nodes)
-    bytes = work.item * work.hidden * work.tokens / work.widths.share * work.load_of_tokens
+    bytes = work.item * work.hidden * work.tokens / work.share * work.load_of_tokens
     link, begin = c.inside("all_to_all", inside, work.link_rate)
     link = link * c["experts.link"]
     network = work.fabric_rate * c.of("network", "rate", work.fabric) * c["experts.network"]
@@ -796,13 +838,6 @@ def exchange(work: StepWork, c: Constants) -> Any:
     return np.where(ep > 1, wire + begin + 1e-6 * delay, 0.0)
 
 
-def _passes(work: StepWork) -> Any:
-    """Returns the number of token exchanges in a layer's forward, backward and recomputation."""
-    again = sum(work.repeats(op) for op in work.ops if op.name in PASSES)
-    return 2 + work.backward * (2 + again)
-
-
-PASSES = ("mlp.dispatch", "mlp.combine")
 # Share of an H100's multiprocessors that NCCL takes from kernels that run at the same time.
 SENDING = 16 / 132
 
@@ -847,7 +882,7 @@ def _ends(work: StepWork, c: Constants) -> Any:
 
 def embedding(work: StepWork, c: Constants) -> Any:
     """Returns the seconds of the embedding's look-up and of its gradient."""
-    return move(work, c, work.tokens * work.hidden * 8 * work.item / work.widths.share) + 2e-5
+    return move(work, c, work.tokens * work.hidden * 8 * work.item / work.share) + 2e-5
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class MeasuredRates:
         }
         if self.shares_cores:  # the cores that launch operations also compute, and send messages
             values |= {"launch.power": 1.0, "gemm.gap_us": 0.0, "step.fixed_us": 0.0}
-            values |= {"cp.exposed": 1.0, "pp.exposed": 1.0, "memory.compiled": 1.0}
+            values |= {"cp.exposed": 1.0, "pp.exposed": 1.0}
         groups = {
             op: GroupRates(
                 np.array([*of], dtype=float),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from parallel3d.estimate.fitted_cost import (
     SPEEDS,
     Constants,
     Number,
+    Product,
     StepTime,
     StepWork,
     attention,
@@ -47,8 +49,12 @@ from parallel3d.estimate.fitted_cost import (
 from parallel3d.estimate.measured_rates import read
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import Pipeline, RankLayers, pipeline_of, table_of
+from parallel3d.models import declared
 from parallel3d.models.declared import LayerKind
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.products import COLUMN, ROW, products_of, repeated_products
 from parallel3d.models.repeats import PARTS, Repeats, parts_of, spelled
+from parallel3d.parameters.declaration import FullTensor
 from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import AnyConfig, Config
 from parallel3d.schedules.orders import StageAssignment
@@ -330,7 +336,7 @@ _COLUMNS = {
 def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> StepWork:
     """Returns the layouts as one `StepWork`, whose fields have an element per layout.
 
-    `sizes`: see `sizes_of`. Without `layers_of`, all layers are alike.
+    `sizes`: see `sizes_of`.
     """
     n = len(choices)
     column = {name: np.full(n, float(sizes.get(name, 0.0))) for name in ROW_FIELDS}
@@ -348,12 +354,67 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> 
     column["overlap_ep"] *= [can_overlap(choice) for choice in choices]
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     places = [assignment_of(c.schedule, c.pp, c.vpp) for c in choices]
-    layers: LayersOfModel = sizes.get("layers_of") or _alike(column)
+    layers: LayersOfModel = sizes["layers_of"]
     split = {place: layers.pipeline(place) for place in dict.fromkeys(places)}
     every, index = table_of([*split.values()]), {place: i for i, place in enumerate(split)}
     rows = [index[place] for place in places]
     ranks = RankLayers(*(of[..., rows] for of in every))
-    return StepWork(**column, ranks=ranks, kinds=layers.kinds)
+    alike = LayoutsOfLayer(column["tp"], column["ep"], [c.recompute for c in choices])
+    kinds = [
+        _fields_of(kind, training) | {"products": alike.products(layers.model, kind)}
+        for kind, training in layers.kinds
+    ]
+    return StepWork(**column, ranks=ranks, kinds=tuple(kinds))
+
+
+class LayoutsOfLayer(NamedTuple):
+    """What the products of a layer depend on, for each row of a table of layouts.
+
+    Attributes:
+        tp, ep: sizes of the layouts; with tp, sequence parallelism is on.
+        recompute: the values of the key.
+    """
+
+    tp: Number
+    ep: Number
+    recompute: Sequence[str]
+
+    def products(self, model: ModelConfig, kind: LayerKind) -> list[Product]:
+        """Returns the products of a layer, from its declaration."""
+        held, keys = declared.layer(model, kind), [*zip(self.recompute, self.ep, strict=True)]
+        repeated = {
+            (word, ep): {
+                of.name for of in repeated_products(model, kind, Repeats.of(word), int(ep))
+            }
+            for word, ep in {*keys}
+        }
+        found = []
+        for each in products_of(model, kind):
+            matrices = [matrix for matrix in held[each.parameter] if len(matrix.dims) > 1]
+            experts, split = matrices[0].experts, {None: "", COLUMN: "column", ROW: "row"}
+            sizes = {tp: _local(matrices, int(tp)) for tp in np.unique(self.tp).tolist()}
+            inputs, outputs = np.array([sizes[tp] for tp in self.tp.tolist()]).T
+            # Each token of a product that is not split is on one tensor-parallel rank.
+            rows = (model.experts_per_token if experts else 1) / self.tp
+            found.append(
+                Product(
+                    each.name,
+                    inputs,
+                    outputs,
+                    split[each.split],
+                    rows=rows if each.split is None else 1.0,
+                    matrices=experts / self.ep if experts else 1.0,
+                    again=np.array([float(each.name in repeated[key]) for key in keys]),
+                    of_experts=experts > 0,
+                )
+            )
+        return found
+
+
+def _local(matrices: Sequence[FullTensor], tp: int) -> tuple[float, float]:
+    """Returns the lengths of a row of inputs and of outputs on a rank."""
+    shapes = [each.local_shape(tp) for each in matrices]
+    return float(shapes[0][-1]), float(sum(math.prod(shape[:-1]) for shape in shapes))
 
 
 @dataclass(frozen=True)
@@ -361,13 +422,14 @@ class LayersOfModel:
     """The layers of a model, and how a run divides them among stages.
 
     Attributes:
-        kinds: the fields of `StepWork` of each kind of layer.
+        kinds: the kinds of layers, and how much of each is trained.
         kind_of: index of the kind of each layer.
         costs: the costs by which layers are balanced.
         given: `schedule.layers_per_stage`, or None.
     """
 
-    kinds: tuple[Mapping[str, float], ...]
+    model: ModelConfig
+    kinds: tuple[tuple[LayerKind, LayerTraining], ...]
     kind_of: tuple[int, ...]
     costs: LayerCosts
     given: tuple[int, ...] | None = None
@@ -390,7 +452,8 @@ def layers_of(config: Config) -> LayersOfModel:
     ]
     index = {kind: i for i, kind in enumerate(dict.fromkeys(each))}
     return LayersOfModel(
-        tuple(_fields_of(*kind) for kind in index),
+        model,
+        tuple(index),
         tuple(index[kind] for kind in each),
         training_costs(model, config.optim),
         None if given is None else tuple(given),
@@ -400,6 +463,8 @@ def layers_of(config: Config) -> LayersOfModel:
 def _fields_of(kind: LayerKind, training: LayerTraining) -> dict[str, float]:
     """Returns the fields of `StepWork` in which kinds of layers differ."""
     return {
+        "attends": float(kind.mixer == declared.ATTENTION),
+        "output_norms": float(kind.norm_position != "before"),
         "sparse": float(kind.experts),
         "window": np.inf if kind.window is None else float(kind.window),
         "heads": float(kind.heads),
@@ -408,16 +473,6 @@ def _fields_of(kind: LayerKind, training: LayerTraining) -> dict[str, float]:
         "backward": float(training.backward),
         "trained": training.trained,
     }
-
-
-def _alike(column: Mapping[str, Number]) -> LayersOfModel:
-    """Returns equal layers, with the head's cost in units of a layer's weights."""
-    size = {name: float(of[0]) for name, of in column.items()}
-    attention = 2 * size["head_size"] * (size["heads"] + size["kv_heads"])
-    weights = size["hidden"] * (attention + (2 + size["gated"]) * size["ffn"])
-    layers = int(size["layers"])
-    costs = LayerCosts((1.0,) * layers, size["vocab"] * size["hidden"] / weights)
-    return LayersOfModel(({},), (0,) * layers, costs)
 
 
 def ranked(
@@ -568,11 +623,12 @@ def style_seconds(config: Config) -> dict[str, float]:
     names["recompute"] = spelled(config.recompute)
     choice = LayoutChoice(**{f.name: names[f.name] for f in fields(LayoutChoice)})
     work = works([choice], sizes, config.global_batch_size)
-    attends = sum(attention(work, c))
     found = {}
     for style in allowed:
         one = replace(work, cp_style=np.array([STYLES.index(style)]))
-        found[style] = float(context_parallel(one, c, attends)[0])
+        each = [context_parallel(kind, c, sum(attention(kind, c))) for kind in one.by_kind]
+        every = zip(one.ranks.totals, each, strict=True)
+        found[style] = float(sum(n * seconds for n, seconds in every)[0]) / config.model.num_layers
     return found
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.planner.published_models import named
 from benchmarks.planner.published_run import COPIES
 from parallel3d.blueprint.dispatch import share_sent
+from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
 from parallel3d.estimate.fitted_cost import (
     StepWork,
     exchange,
     gemm,
     layer,
-    sizes_of_model,
     step,
 )
-from tests.unit.estimate.plan_work import constants, published, table, work
+from parallel3d.estimate.search import LayoutChoice, sizes_of, works
+from parallel3d.run_config import Config
+from tests.unit.estimate.plan_work import constants, table, work
 from tests.unit.metrics.test_flops import preset
 
 QWEN = dict(
@@ -31,7 +35,7 @@ DEEPSEEK = dict(
 
 
 def of_published(name: str, **over: float) -> StepWork:
-    return published(**{**named(name), **over})
+    return work(**{**named(name), **over})
 
 
 def of_layers(w: StepWork, of: Callable[[StepWork], float]) -> float:
@@ -73,15 +77,21 @@ def test_a_token_uses_the_active_parameters(name: str, billions: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "olmoe_1b_7b", "mixtral_8x7b", "dots1"])
-def test_sizes_of_a_preset_agree_with_the_parameters_of_its_tensors(name: str) -> None:
-    model = preset(name)
-    sparse = len(model.expert_layers) / model.num_layers
-    w = work(**sizes_of_model(model), sparse=sparse)
-    assert in_all(w) == pytest.approx(parameter_count(model) / 1e9, rel=1e-3)
-    tables = 2 * w.vocab * w.hidden
-    active = active_parameter_count(model)
-    multiplied = of_layers(w, lambda kind: kind.multiplied)
-    assert multiplied + float(tables) == pytest.approx(active, rel=1e-3)
+def test_products_of_a_preset_agree_with_the_parameters_of_its_tensors(name: str) -> None:
+    config = Config(model=preset(name), cluster=ClusterConfig(gpu="h100"))
+    config.precision.name = "bf16"
+    choice = LayoutChoice(1, 1, 1, 1, 1, "1f1b", "none", 0)
+    w = works([choice], sizes_of(config) | {"load": 1.0}, 8)
+
+    def in_layers(of: Callable[[StepWork], Any]) -> float:
+        each = zip(w.ranks.totals[:, 0], w.by_kind, strict=True)
+        return float(sum(n * np.ravel(of(kind))[0] for n, kind in each))
+
+    tables = float((2 * w.vocab * w.hidden)[0])
+    every = in_layers(lambda kind: kind.parameters + kind.expert_parameters) + tables
+    assert every == pytest.approx(parameter_count(config.model), rel=1e-3)
+    active = active_parameter_count(config.model)
+    assert in_layers(lambda kind: kind.multiplied) + tables == pytest.approx(active, rel=1e-3)
 
 
 def test_a_model_without_experts_costs_the_same_beside_one_with_experts() -> None:
@@ -92,10 +102,10 @@ def test_a_model_without_experts_costs_the_same_beside_one_with_experts() -> Non
         {**QWEN, "ep": 8},
         {**named("DeepSeekV3"), "ep": 64, "dp": 64},
     ]
-    alone = [float(step(published(**row), c).total) for row in rows]
-    together = table([published(**row) for row in rows])
+    alone = [float(step(work(**row), c).total) for row in rows]
+    together = table([work(**row) for row in rows])
     assert step(together, c).total.tolist() == pytest.approx(alone, rel=1e-12)
-    assert float(step(published(tp=4, sequence_parallel=1), c).total) == alone[0]
+    assert float(step(work(tp=4, sequence_parallel=1), c).total) == alone[0]
 
 
 def test_gemms_of_groups_cost_more_than_one_of_all_rows() -> None:
@@ -110,7 +120,7 @@ def test_gemms_of_groups_cost_more_than_one_of_all_rows() -> None:
 def sent(**over: float) -> float:
     """Returns the seconds of a pass less its latency and wait, for a token of a byte a copy."""
     c = constants(**{"experts.wait_us": 1e-9, "link.latency_us": 1e-9})
-    return float(exchange(published(**{**DEEPSEEK, **over}), c))
+    return float(exchange(work(**{**DEEPSEEK, **over}), c))
 
 
 def test_a_token_goes_once_to_a_rank_in_a_node() -> None:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.planner.published_memory import GIB, GUESSES, memory, stalled
 from benchmarks.planner.published_run import ENGINES
 from parallel3d.estimate.fitted_cost import stage_parameters
-from tests.unit.estimate.plan_work import published as work
+from tests.unit.estimate.plan_work import work
 
 VALUES = {f"memory.{name}": guess for name, (guess, _) in GUESSES.items()}
 

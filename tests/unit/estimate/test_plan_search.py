@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -9,12 +10,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.planner.published_memory import memory
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.context_parallel.keys import ContextParallelConfig
-from parallel3d.estimate.fitted_cost import ROW_FIELDS, StepWork, context_parallel, load, step
+from parallel3d.estimate.fitted_cost import (
+    StepWork,
+    context_parallel,
+    load,
+    stage_parameters,
+    step,
+)
 from parallel3d.estimate.search import (
     TIGHT,
     LayoutChoice,
@@ -25,6 +31,7 @@ from parallel3d.estimate.search import (
     layouts,
     ranked,
     reason,
+    sizes_of,
     style_seconds,
     with_style,
     works,
@@ -32,10 +39,14 @@ from parallel3d.estimate.search import (
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 from parallel3d.topology.assumptions import preset
-from tests.unit.estimate.plan_work import as_published, work
+from tests.unit.estimate.plan_work import work
 
-ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1)
-SIZES = {name: float(getattr(ONE, name)) for name in ROW_FIELDS} | {"memory_bytes": 79 * 2.0**30}
+CONFIG = Config(
+    model=ModelConfig(**preset("model", "llama3_70b") | {"vocab_size": 128256, "seq_length": 8192}),
+    cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
+)
+CONFIG.precision.name = "bf16"
+SIZES = sizes_of(CONFIG) | {"load": 1.0}
 
 
 def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) -> PricedLayouts:
@@ -44,10 +55,13 @@ def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) ->
 
 
 def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) -> PricedLayouts:
-    """Prices layouts; memory comes from the initial guesses of the fitted formulas, and any other
-    would do."""
+    """Prices layouts; the memory is that of states and activations, and any other would do."""
     choices = choices or list(layouts(SIZES, gpus, 8, batch, {}))
-    return price(choices, batch, memory(as_published(works(choices, SIZES, batch)), {}).total)
+    w = works(choices, SIZES, batch)
+    states = stage_parameters(w).max(axis=0)
+    shards = np.where(w.zero > 0, w.dp * w.cp, 1.0)
+    kept = np.where(w.recompute_layer > 0, 2.0, 34.0) * w.tokens * w.hidden / w.tp * w.layers
+    return price(choices, batch, 6 * states + 12 * states / shards + kept)
 
 
 def test_layouts_use_every_gpu_and_divide_the_batch() -> None:
@@ -104,7 +118,8 @@ def test_rows_are_layouts_and_not_variants_and_each_has_its_reason() -> None:
 
 
 def test_a_heavy_head_takes_layers_from_its_stage() -> None:
-    sizes = SIZES | {"vocab": 16 * 8192 * 3.0}
+    model = dataclasses.replace(CONFIG.model, vocab_size=16 * 8192 * 3)
+    sizes = sizes_of(dataclasses.replace(CONFIG, model=model)) | {"load": 1.0}
     choice = LayoutChoice(2, 4, 1, 1, 1, "1f1b", "none", 0)
     w = works([choice], sizes, 64)
     first, middle, last = w.ranks.layers

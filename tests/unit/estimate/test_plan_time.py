@@ -19,16 +19,18 @@ from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate import fitted_cost
 from parallel3d.estimate.attention_traffic import halo_sends, halo_tokens
 from parallel3d.estimate.fitted_cost import (
+    attention,
     gemm,
     layer,
     load,
+    move,
     pipeline_time,
     seconds,
     step,
 )
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, time_orders
-from tests.unit.estimate.plan_work import constants, published, table, work
+from tests.unit.estimate.plan_work import constants, table, work
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
@@ -83,22 +85,24 @@ def test_a_last_wave_with_idle_units_costs() -> None:
 
 
 def test_heads_of_odd_width_are_slow_where_scores_are_written() -> None:
-    plain = replace(published(flash=0, heads=32), head_size=np.array(128.0))
+    plain = replace(work(flash=0, heads=32), head_size=np.array(128.0))
     odd = replace(plain, head_size=np.array(130.0))
     a, b = (layer(w, constants())[0]["attention"] for w in (odd, plain))
     assert a > b
 
 
 def test_recomputation_costs_the_forward_of_its_operations() -> None:
+    """Other frameworks repeat a layer up to its end, and parallel3d up to its last product."""
     c = constants()
-    both = published(), published(**recomputed("full"))
-    none, full = (float(layer(w, c)[0]["recomputed"]) for w in both)
-    forward = {op.name: float(seconds(op, published(), c)[0]) for op in work().ops}
-    assert none == 0 and full == pytest.approx(sum(forward.values()))
-    ours = float(layer(published(recompute_layer=1), c)[0]["recomputed"])
-    assert ours == pytest.approx(full - forward["mlp.down"] - forward["mlp.residual"])
+    none, full = (float(layer(w, c)[0]["recomputed"]) for w in (work(), work(**recomputed("full"))))
+    products = {of.name: float(seconds(of, work(), c)[0]) for of in work().layer_products}
+    attends, moved = float(attention(work(), c)[0]), work().tokens * work().moved(c).forward
+    forward = sum(products.values()) + attends + float(move(work(), c, moved))
+    assert none == 0 and full == pytest.approx(forward)
+    ours = float(layer(work(recompute_layer=1), c)[0]["recomputed"])
+    assert products["mlp.down"] < full - ours < 1.3 * products["mlp.down"]
     parts = {"recompute_norm": 1}, {"recompute_activation": 1}, {"recompute_mlp": 1}
-    each = [float(layer(published(**part), c)[0]["recomputed"]) for part in parts]
+    each = [float(layer(work(**part), c)[0]["recomputed"]) for part in parts]
     assert 0 < each[0] < each[1] < each[2] < full
 
 
@@ -148,7 +152,7 @@ def test_constants_in_the_repository_have_the_names_of_the_code() -> None:
 def test_attention_is_the_mean_of_sliding_and_full_layers() -> None:
     fitted, window = constants(), 512.0
     full, sliding, mixed = (
-        fitted_cost.attention(published(window=window, sliding=share), fitted)[0]
+        fitted_cost.attention(work(window=window, sliding=share), fitted)[0]
         for share in (0.0, 1.0, 0.75)
     )
     assert full == fitted_cost.attention(work(), fitted)[0]
@@ -164,7 +168,7 @@ def test_layers_with_a_window_send_the_keys_that_it_reaches(cp: int, window: int
     seq, c = 1 << 17, constants(**{"link.latency_us": 1e-9})
     w = work(cp=cp, seq=seq, window=window, kv_heads=8, gpus_per_node=8)
     sent, received = halo_tokens(SequenceSplit(seq, cp, window=window), 1, window)
-    calls = halo_sends(w.widths, max(sent), max(received), 2)
+    calls = halo_sends(w.head_widths, max(sent), max(received), 2)
     nbytes = sum(call.count * call.nbytes for call in calls)
     found = float(fitted_cost.context_parallel(w, c, 0.0))
     wanted = nbytes / float(w.link_rate * c["link.rate"])
