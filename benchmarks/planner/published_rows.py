@@ -144,7 +144,9 @@ def even_pipeline(counts: list[int], sparse: bool, layers: int) -> Pipeline:
 
 def table(rows: list[Row]) -> PublishedRun:
     """Converts rows to one `PublishedRun` of arrays; KeyError for a field that a row lacks."""
-    columns = {name: np.array([row[name] for row in rows], dtype=float) for name in ROW_FIELDS}
+    columns: dict[str, Any] = {
+        name: np.array([row[name] for row in rows], dtype=float) for name in ROW_FIELDS
+    }
     return PublishedRun(**columns, ranks=table_of([row["ranks"] for row in rows]), kinds=KINDS)
 
 

@@ -36,7 +36,7 @@ def null(runs: Sequence[Run]) -> Array:
     """Returns the null model without its constant: FLOPs of a GPU times the pipeline's bubble."""
     work = table([run.candidates[0] for run in runs])
     dense, each = work.ffn, work.expert_ffn * work.active_experts + work.shared_ffn
-    matrices = (2 + work.gated) * work.mixed(dense, each)
+    matrices = (2 + work.gated) * (dense + work.sparse * (each - dense))
     matrices = work.layers * work.hidden * (matrices + 4 * work.hidden)
     each = 6 * (matrices + work.vocab * work.hidden) + 12 * work.layers * work.hidden * work.seq
     batch = work.micro_batch * work.microbatches * work.dp

@@ -61,7 +61,7 @@ class GroupRates(NamedTuple):
     rates: Number  # bytes/s through the busiest port
     latencies: Number  # seconds of a small message
 
-    def at(self, ranks: Number) -> tuple[Any, Any]:
+    def at(self, ranks: Number | int) -> tuple[Any, Any]:
         """Returns the bytes/s and the latency in groups of `ranks`, between measured sizes."""
         size, known = np.log2(np.maximum(ranks, 1)), np.log2(self.ranks)
         return np.interp(size, known, self.rates), np.interp(size, known, self.latencies)
@@ -82,7 +82,7 @@ class Constants:
     def __getitem__(self, name: str) -> float:
         return self.values[name]
 
-    def inside(self, op: str, ranks: Number, link_rate: Number) -> tuple[Any, Any]:
+    def inside(self, op: str, ranks: Number | int, link_rate: Number) -> tuple[Any, Any]:
         """Returns the bytes/s and the latency, in seconds, of an operation inside a domain.
 
         `link_rate`: bytes/s of a GPU's link to its domain, from the datasheet.
@@ -149,9 +149,9 @@ class Product(NamedTuple):
     inputs: Number
     outputs: Number
     split: str = ""
-    rows: Number = 1.0
-    matrices: Number = 1.0
-    again: Number = 0.0
+    rows: Any = 1.0
+    matrices: Any = 1.0
+    again: Any = 0.0
     of_experts: bool = False
 
     @property
@@ -264,6 +264,7 @@ class StepWork:
         """Returns the work with the layers of each kind."""
         found = []
         for own in self.kinds:
+            rows: dict[str, Any]
             rows = {name: np.asarray(own[name]) for name in own if name != "products"}
             products = own.get("products", self.products)
             found.append(replace(self, kinds=({},), products=products, **rows))

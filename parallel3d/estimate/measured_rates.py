@@ -130,7 +130,7 @@ class MeasuredRates:
         """Returns the constants of the price, with the measured rates in place of fitted ones."""
         rates, launch = self.rates, self.rates["launch_us"]
         network = NETWORKS[_NETWORK]
-        values = load_own("h100").values | {
+        values = {**load_own("h100").values} | {
             f"speed.{SPEEDS[_SPEED]}.rate": 1.0,
             "gemm.ramp": rates["product_ramp"],
             "engine.megatron.flash": 1.0,

@@ -79,8 +79,8 @@ def pipeline_of(
         one for one in between if not any(_covers(other, one) for other in between if other != one)
     ]
     made = [Rank(numbers[0], int(embeds == 0), int(heads == 0)), *map(Rank, slowest)]
-    end = Rank(numbers[-1], int(embeds == last), int(heads == last))
-    made.append(end if last else Rank((0,) * kinds))
+    alone = Rank((0,) * kinds)
+    made.append(Rank(numbers[-1], int(embeds == last), int(heads == last)) if last else alone)
     return Pipeline(tuple(made), tuple(map(sum, zip(*held, strict=True))))
 
 
@@ -97,9 +97,8 @@ def table_of(rows: Sequence[Pipeline]) -> RankLayers:
     most, kinds = max(len(row.ranks) for row in rows), len(rows[0].totals)
     filled = []
     for row in rows:
-        first, *between, last = row.ranks
         none = [Rank((0,) * kinds)] * (most - len(row.ranks))
-        filled.append([first, *between, *none, last])
+        filled.append([*row.ranks[:-1], *none, row.ranks[-1]])
     counts = np.array([[rank.layers for rank in row] for row in filled], dtype=float)
     ends = np.array([[rank[1:] for rank in row] for row in filled], dtype=float)
     return RankLayers(

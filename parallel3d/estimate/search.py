@@ -339,7 +339,7 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> 
     `sizes`: see `sizes_of`.
     """
     n = len(choices)
-    column = {name: np.full(n, float(sizes.get(name, 0.0))) for name in ROW_FIELDS}
+    column: dict[str, Any] = {name: np.full(n, float(sizes.get(name, 0.0))) for name in ROW_FIELDS}
     for name, of in _COLUMNS.items():
         column[name] = np.array([float(getattr(c, of)) for c in choices])
     column["microbatches"] = batch / (column["dp"] * column["micro_batch"])
