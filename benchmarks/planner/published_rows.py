@@ -21,7 +21,7 @@ from benchmarks.planner.published_models import gpt
 from benchmarks.planner.published_run import ENGINES, ROW_FIELDS, PublishedRun
 from parallel3d.device.datasheets import DEVICES
 from parallel3d.estimate.fitted_cost import NETWORKS, SPEEDS
-from parallel3d.estimate.rank_layers import Pipeline, Rank, pipeline_of, table_of
+from parallel3d.estimate.rank_layers import PipelineLayers, Rank, pipeline_of, table_of
 from parallel3d.schedules.orders import StageAssignment
 
 Row = dict[str, Any]
@@ -107,7 +107,7 @@ def candidate(
 KINDS: tuple[dict[str, float], ...] = ({"sparse": 0.0}, {"sparse": 1.0})
 
 
-def _ranks(row: Row, split: str) -> Pipeline:
+def _ranks(row: Row, split: str) -> PipelineLayers:
     """Returns the layers of the ranks of a row's pipeline.
 
     Layers without experts are the first ones of a model.
@@ -126,7 +126,7 @@ def _ranks(row: Row, split: str) -> Pipeline:
     return even_pipeline(counts, row["sparse"] == 1, layers)
 
 
-def even_pipeline(counts: list[int], sparse: bool, layers: int) -> Pipeline:
+def even_pipeline(counts: list[int], sparse: bool, layers: int) -> PipelineLayers:
     """Returns a pipeline of layers of one kind, of which the last rank has the head."""
 
     def of_kind(count: int) -> tuple[int, int]:
@@ -139,7 +139,7 @@ def even_pipeline(counts: list[int], sparse: bool, layers: int) -> Pipeline:
         Rank(of_kind(max(between, default=0))),
         Rank(of_kind(last), 0, 1 - alone),
     )
-    return Pipeline(ranks, of_kind(layers))
+    return PipelineLayers(ranks, of_kind(layers))
 
 
 def table(rows: list[Row]) -> PublishedRun:

@@ -21,7 +21,7 @@ from parallel3d.estimate.fitted_cost import (
     Constants,
     Moved,
     Number,
-    Product,
+    PricedProduct,
     StepWork,
     attention_flops,
     attention_rate,
@@ -79,9 +79,9 @@ class PublishedRun(StepWork):
         return self._with_latents(layer_ops(widths, Experts(*sizes, self.shared_ffn / self.tp)))
 
     @cached_property
-    def layer_products(self) -> list[Product]:
+    def layer_products(self) -> list[PricedProduct]:
         return [
-            Product(
+            PricedProduct(
                 *(op.name, op.inputs, op.outputs, op.split, op.rows, op.matrices),
                 again=self._repeats(op),
                 of_experts=op.name.startswith(EXPERTS),
@@ -169,7 +169,7 @@ class PublishedRun(StepWork):
             loaded = self.load_of_tokens
         return loaded * self.item * (op.inputs + op.outputs + masks) * c["memory.width"] * factor
 
-    def casts(self, of: Product, c: Constants, rows: Any) -> tuple[Any, Any]:
+    def casts(self, of: PricedProduct, c: Constants, rows: Any) -> tuple[Any, Any]:
         """Returns the seconds of casts to fp8.
 
         Operands are cast before the all-gather, and weights once per step.

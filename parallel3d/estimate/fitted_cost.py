@@ -132,7 +132,7 @@ def range_of_a_new_place() -> tuple[float, float]:
     return low, high
 
 
-class Product(NamedTuple):
+class PricedProduct(NamedTuple):
     """A product with weights in a layer on one tensor-parallel rank, forward and backward.
 
     Attributes:
@@ -240,7 +240,7 @@ class StepWork:
     gathers: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.dispatch=gather`
     # For each kind of layer, the fields that differ from those of the other kinds
     kinds: tuple[Mapping[str, Any], ...] = ({},)
-    products: Sequence[Product] = ()
+    products: Sequence[PricedProduct] = ()
 
     @property
     def tokens(self) -> Number:
@@ -276,7 +276,7 @@ class StepWork:
         return bool(np.any(self.sparse))
 
     @property
-    def layer_products(self) -> Sequence[Product]:
+    def layer_products(self) -> Sequence[PricedProduct]:
         """Returns the products with weights of a layer of this kind."""
         return self.products
 
@@ -369,7 +369,7 @@ class StepWork:
         item = self.item
         return Moved(FORWARD * item * every, BACKWARD * item * every, item * again)
 
-    def casts(self, of: Product, c: Constants, rows: Any) -> tuple[Any, Any]:
+    def casts(self, of: PricedProduct, c: Constants, rows: Any) -> tuple[Any, Any]:
         """Returns the seconds that casts of a GEMM's operands add to forward and backward."""
         return 0.0, 0.0
 
@@ -438,7 +438,7 @@ ROW_FIELDS = [f.name for f in fields(StepWork) if f.name not in ("ranks", "kinds
 FORWARD, BACKWARD, REPEATED = 1.3, 1.68, 0.88
 
 
-def _elements(products: Sequence[Product], *, of_experts: bool) -> Any:
+def _elements(products: Sequence[PricedProduct], *, of_experts: bool) -> Any:
     return sum(each.numel for each in products if each.of_experts is of_experts)
 
 
@@ -719,7 +719,7 @@ def _of_layer(work: StepWork, c: Constants) -> tuple[dict[str, Any], Any]:
     return parts, work.shown_tensor_parallel(c) * waits
 
 
-def seconds(of: Product, work: StepWork, c: Constants) -> tuple[Any, Any]:
+def seconds(of: PricedProduct, work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Returns the (forward, backward) seconds of a product on the GPU."""
     rows = work.tokens * (of.rows * (work.load if of.of_experts else 1.0))
     if of.of_experts:
@@ -732,7 +732,9 @@ def seconds(of: Product, work: StepWork, c: Constants) -> tuple[Any, Any]:
     return forward + copied + ahead, backward + behind
 
 
-def _grouped(of: Product, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
+def _grouped(
+    of: PricedProduct, work: StepWork, c: Constants, rows: Any
+) -> tuple[Any, Any, Any, Any]:
     """Returns the seconds of a grouped GEMM over all experts of a rank, in four parts.
 
     The parts are the forward, the input gradient, the weight gradient, and the kernel that gathers
@@ -760,7 +762,7 @@ def _matmul(
     )
 
 
-def _tensor_parallel(of: Product, work: StepWork, c: Constants) -> Any:
+def _tensor_parallel(of: PricedProduct, work: StepWork, c: Constants) -> Any:
     """Returns the seconds of a GEMM's tp collectives in forward, backward and recomputation.
 
     With sequence parallelism, the input of a column-parallel GEMM is gathered in the forward and

@@ -46,7 +46,7 @@ class Rank(NamedTuple):
     heads: int = 0
 
 
-class Pipeline(NamedTuple):
+class PipelineLayers(NamedTuple):
     """The ranks of one pipeline that `RankLayers` lists, and the model's layers of each kind."""
 
     ranks: tuple[Rank, ...]
@@ -55,7 +55,7 @@ class Pipeline(NamedTuple):
 
 def pipeline_of(
     counts: Sequence[int], assignment: StageAssignment, kind_of: Sequence[int], kinds: int
-) -> Pipeline:
+) -> PipelineLayers:
     """Returns the first rank, those between the ends that may be the slowest, and the last one.
 
     A rank between the ends is never the slowest if another one has as many layers of each kind.
@@ -81,7 +81,7 @@ def pipeline_of(
     made = [Rank(numbers[0], int(embeds == 0), int(heads == 0)), *map(Rank, slowest)]
     alone = Rank((0,) * kinds)
     made.append(Rank(numbers[-1], int(embeds == last), int(heads == last)) if last else alone)
-    return Pipeline(tuple(made), tuple(map(sum, zip(*held, strict=True))))
+    return PipelineLayers(tuple(made), tuple(map(sum, zip(*held, strict=True))))
 
 
 def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -89,7 +89,7 @@ def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
     return all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def table_of(rows: Sequence[Pipeline]) -> RankLayers:
+def table_of(rows: Sequence[PipelineLayers]) -> RankLayers:
     """Returns the ranks of several layouts as arrays of floats.
 
     Layouts with fewer ranks between the ends are filled with ranks without layers.

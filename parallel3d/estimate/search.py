@@ -37,7 +37,7 @@ from parallel3d.estimate.fitted_cost import (
     SPEEDS,
     Constants,
     Number,
-    Product,
+    PricedProduct,
     StepTime,
     StepWork,
     attention,
@@ -48,7 +48,7 @@ from parallel3d.estimate.fitted_cost import (
 )
 from parallel3d.estimate.measured_rates import read
 from parallel3d.estimate.network import price_step
-from parallel3d.estimate.rank_layers import Pipeline, RankLayers, pipeline_of, table_of
+from parallel3d.estimate.rank_layers import PipelineLayers, RankLayers, pipeline_of, table_of
 from parallel3d.models import declared
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
@@ -379,7 +379,7 @@ class LayoutsOfLayer(NamedTuple):
     ep: Number
     recompute: Sequence[str]
 
-    def products(self, model: ModelConfig, kind: LayerKind) -> list[Product]:
+    def products(self, model: ModelConfig, kind: LayerKind) -> list[PricedProduct]:
         """Returns the products of a layer, from its declaration."""
         held, keys = declared.layer(model, kind), [*zip(self.recompute, self.ep, strict=True)]
         repeated = {
@@ -397,7 +397,7 @@ class LayoutsOfLayer(NamedTuple):
             # Each token of a product that is not split is on one tensor-parallel rank.
             rows = (model.experts_per_token if experts else 1) / self.tp
             found.append(
-                Product(
+                PricedProduct(
                     each.name,
                     inputs,
                     outputs,
@@ -434,7 +434,7 @@ class LayersOfModel:
     costs: LayerCosts
     given: tuple[int, ...] | None = None
 
-    def pipeline(self, place: StageAssignment) -> Pipeline:
+    def pipeline(self, place: StageAssignment) -> PipelineLayers:
         """Returns the ranks of a pipeline. Raises UserError if the layers cannot be divided."""
         if self.given is None:
             counts = self.costs.split(place)
