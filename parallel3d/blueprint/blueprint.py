@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import accumulate
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import LayerOps, ops_of
 from parallel3d.blueprint.parameters import first_trained, fixed_states, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import checked_split, training_costs
@@ -244,22 +243,6 @@ class Blueprint:
         """The layout, with `loops` set to how often the schedule's stages loop over the ranks."""
         shape, chunks = self.assignment.shape, self.assignment.chunks
         return replace(self.layout, loops=1 if shape == "v" else chunks)
-
-    @cached_property
-    def ops(self) -> dict[LayerKind, LayerOps]:
-        """For each kind of layer in the model, the operations of such a layer on one rank."""
-        given = self.layout.tp, self.sequence_parallel, self.layer.repeats.parts
-        return {
-            kind: ops_of(
-                self.model,
-                kind,
-                *given,
-                ep=self.layout.ep,
-                settings=self.balance,
-                load=self.load,
-            )
-            for kind in self.kinds
-        }
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -48,7 +48,6 @@ class PipelineRank:
         self.data_rank = data_rank
         self.layout = blueprint.layout
         self.assignment = blueprint.assignment
-        self.ops = blueprint.ops
         self.stages = blueprint.stages_of(index)
         model = blueprint.model
         tp = self.layout.tp

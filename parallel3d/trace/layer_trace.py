@@ -8,7 +8,7 @@ gathers fewer heads at once if a micro-batch has more tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from parallel3d.models.flops import keys_seen
@@ -133,7 +133,8 @@ class Pass:
     @property
     def launches(self) -> int:
         """Number of kernels, without collectives."""
-        calls = sum(each.count for each in (*self.products, *self.attentions))
+        calls = sum(each.count for each in self.products)
+        calls += sum(each.count for each in self.attentions)
         return calls + sum(other.count * other.launches for other in self.others)
 
     @property
@@ -240,14 +241,21 @@ class PassRecord(NamedTuple):
                 continue
             numbers = [line.at(sequences) for line in event.numbers]
             kinds[event.what].append(_MAKERS[event.what](event.times, *event.facts, *numbers))
-        every = (tuple(kinds[kind]) for kind in ("product", "attention", "sent", "other"))
+        found = Pass(
+            tuple(kinds["product"]),
+            tuple(kinds["attention"]),
+            tuple(kinds["sent"]),
+            tuple(kinds["other"]),
+            waits,
+        )
         if again:
-            return Pass(*every, waits)
+            return found
         peak, of_rest = (
             max((line.at(sequences) for line in lines), default=0.0)
             for lines in (self.peaks, self.of_rest)
         )
-        return Pass(*every, waits, max(0.0, peak), of_rest, self.live.at(sequences))
+        live = self.live.at(sequences)
+        return replace(found, peak=max(0.0, peak), peak_of_rest=of_rest, live=live)
 
 
 def _product(count: int, groups: int, dtype: str, *numbers: float) -> Product:
@@ -308,8 +316,10 @@ class LayerRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, made: Sequence[Any]) -> LayerRecord:
-        *passes, shared, kept, deferred = made
-        return cls(*map(_pass_from, passes), *map(_lines, (shared, kept, deferred)))
+        *of_passes, shared, kept, deferred = made
+        forward, backward, inputs, weights = map(_pass_from, of_passes)
+        lines = _lines(shared), _lines(kept), _lines(deferred)
+        return cls(forward, backward, inputs, weights, *lines)
 
 
 @dataclass(frozen=True)

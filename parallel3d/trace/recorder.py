@@ -95,12 +95,12 @@ class PassRecorder(Observer):
         self.machine = machine
         self.names = names
         self.running: RecordedPass | None = None
-        self.is_backward = False
+        self.may_repeat = False
 
     @contextmanager
     def recording(self) -> Iterator[RecordedPass]:
         """Records a forward, or the deferred gradients of weights."""
-        self.is_backward = False
+        self.may_repeat = False
         self.running = now = self._new()
         try:
             yield now
@@ -109,9 +109,12 @@ class PassRecorder(Observer):
             self.running = None
 
     @contextmanager
-    def recording_backward(self, of: Tensor) -> Iterator[RecordedPass]:
-        """Records a backward from when the gradient of the tensor `of` is there."""
-        self.is_backward = True
+    def recording_backward(self, of: Tensor, may_repeat: bool) -> Iterator[RecordedPass]:
+        """Records a backward from when the gradient of the tensor `of` is there.
+
+        `may_repeat`: whether it may repeat a part of the forward.
+        """
+        self.may_repeat = may_repeat
         now = self._new()
 
         def begin(_: Tensor) -> None:
@@ -170,7 +173,7 @@ class PassRecorder(Observer):
 
     def _add(self, what: str, facts: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
         if (now := self.running) is not None:
-            again = self.is_backward and in_recomputation()
+            again = self.may_repeat and in_recomputation()
             now.events.append(((what, again, facts), numbers))
 
 
@@ -295,7 +298,7 @@ class LayerRun:
         del x, batch
         with self.recorder.recording() as given:
             start = BackwardStart.apply([torch.empty_like(y)], y)
-        with self.recorder.recording_backward(y) as backward:
+        with self.recorder.recording_backward(y, self.wanted.recomputed) as backward:
             del y
             start.backward()
         return shared, given, records[0], backward, grads
@@ -374,11 +377,13 @@ class NotLinear(ValueError):
 
 
 def _record(two: MeasuredLayer, four: MeasuredLayer) -> LayerRecord:
-    passes = (_pass_of(*pair) for pair in zip(two.passes, four.passes, strict=True))
-    sizes = zip(
-        (two.shared, two.kept, two.deferred), (four.shared, four.kept, four.deferred), strict=True
+    forward, backward, inputs, weights = map(_pass_of, two.passes, four.passes)
+    lines = (
+        _lines(two.shared, four.shared),
+        _lines(two.kept, four.kept),
+        _lines(two.deferred, four.deferred),
     )
-    return LayerRecord(*passes, *(_lines(*pair) for pair in sizes))
+    return LayerRecord(forward, backward, inputs, weights, *lines)
 
 
 def _lines(two: Sequence[float], four: Sequence[float]) -> tuple[Line, ...]:
