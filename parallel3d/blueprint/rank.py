@@ -96,10 +96,6 @@ class PipelineRank:
             on_accelerator=self.on_accelerator,
         )
 
-    @property
-    def head_groups(self) -> int:
-        return self.groups_of_heads(LayerKind.of(self.blueprint.model, 0))
-
     def groups_of_heads(self, kind: LayerKind) -> int:
         """Returns the number of sets of key-value heads; cp gathers one set at a time."""
         _, keys = (dim.local(self.layout.tp) for dim in heads_of(kind))
