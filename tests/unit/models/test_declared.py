@@ -79,3 +79,38 @@ def test_matrices_decay_and_muon_takes_those_of_layers_but_no_routers(keys: dict
     assert muon == {name for name in of_layers if not name.endswith(".router.weight")}
     biases = {f"layers.{n}.mlp.router.bias" for n in (0, 2)} if model.router_bias else set()
     assert states == biases == {t.name for t in full_tensors(model) if t.wide}
+
+
+@pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
+def test_outputs_into_the_residual_stream_begin_smaller_and_norms_are_the_identity(
+    keys: dict[str, Any],
+) -> None:
+    """Compares with the rules of GPT-2: std / sqrt(2 · layers) for the last matrix of each half."""
+    drawn = {"init_std": 0.5, "norm_zero_centered": keys.get("norm") == "rmsnorm"}
+    model = ModelConfig(**SIZES | keys | drawn)
+    ones = 0.0 if model.norm_zero_centered else 1.0
+    for tensor in full_tensors(model):
+        name = tensor.name
+        if len(tensor.shape) == 2:
+            shrinks = name.endswith(("attention.out.weight", ".down.weight"))
+            assert tensor.std == pytest.approx(0.5 / 6**0.5 if shrinks else 0.5), name
+            assert tensor.fill == 0.0
+        else:
+            is_norm = name.endswith("norm.weight")
+            assert (tensor.std, tensor.fill) == (0.0, ones if is_norm else 0.0), name
+
+
+@pytest.mark.parametrize("kind", ["vocab_parallel", "replicated"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_replicated_embedding_is_whole_on_each_rank_and_so_is_only_a_tied_head(
+    kind: str, tied: bool
+) -> None:
+    model = ModelConfig(**SIZES, embedding=kind, tie_embeddings=tied)
+    word, table = (
+        {p.name: p for p in stage_parameters(model, 4, range(0), first, not first)}[name]
+        for first, name in ((True, "embedding.word.weight"), (False, "head.table"))
+    )
+    whole = kind == "replicated"
+    assert (word.numel, word.replicated) == (64 * 32 // (1 if whole else 4), whole)
+    whole &= tied
+    assert (table.numel, table.replicated) == (64 * 32 // (1 if whole else 4), whole)
