@@ -27,10 +27,10 @@ from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.notices import acts_on_weights, log_notices
 from parallel3d.loop.open_data import make_trainer, open_data
 from parallel3d.loop.own_parts import OwnParts, opened
+from parallel3d.loop.rank_run import RankRun, spent
 from parallel3d.loop.recording import facts_of_samples, facts_of_text, header_facts, open_recorder
 from parallel3d.loop.requeue import REQUEUE, leave_marker
 from parallel3d.loop.run_steps import run_steps
-from parallel3d.loop.step_hooks import RankRun, spent
 from parallel3d.loop.user_hooks import UserHooks
 from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory

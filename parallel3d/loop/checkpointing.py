@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.rank_run import RankRun
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.trainer import StepResult
 
 

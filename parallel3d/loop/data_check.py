@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from parallel3d.build import Trainer
 from parallel3d.data.tokens import look_at
 from parallel3d.errors import print_line
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.rank_run import RankRun
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult
 

@@ -9,8 +9,9 @@ from parallel3d.loop.data_check import DataCheck
 from parallel3d.loop.evaluation import Evaluation
 from parallel3d.loop.health_check import HealthCheck
 from parallel3d.loop.profiling import StepProfiler
+from parallel3d.loop.rank_run import RankRun
 from parallel3d.loop.recording import BlendRecords, ExpertRecords, StepRecords
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.loop.timeline import StepTimeline
 
 

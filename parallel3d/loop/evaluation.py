@@ -9,7 +9,8 @@ from parallel3d.build import Trainer
 from parallel3d.device.fused import fuses
 from parallel3d.errors import UserError, print_line
 from parallel3d.loop.data_check import DataCheck, check_data
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.rank_run import RankRun
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.metrics.jsonl import append_line
 from parallel3d.metrics.recorder import evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines

@@ -14,7 +14,8 @@ from parallel3d.data.corpus import Blend, Corpus
 from parallel3d.data.sampler import Finite, SampleSource
 from parallel3d.device import accelerator
 from parallel3d.host.processes import process_begun
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.rank_run import RankRun
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import length_words

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from parallel3d.device.fused import fuses
 from parallel3d.errors import print_line
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.rank_run import RankRun
+from parallel3d.loop.step_hooks import StepHook
 
 
 def run_steps(run: RankRun, hooks: Sequence[StepHook]) -> None:

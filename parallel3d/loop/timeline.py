@@ -14,7 +14,8 @@ from parallel3d.build import Trainer
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
 from parallel3d.files import replace_durably
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.rank_run import RankRun
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.pipeline.executor import ActionTimes, TimedAction
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.draw import TimelinePicture

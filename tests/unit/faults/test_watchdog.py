@@ -24,7 +24,7 @@ from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stac
 from parallel3d.loop import evaluation, run_steps
 from parallel3d.loop.data_check import DataCheck
 from parallel3d.loop.keys import TrainConfig
-from parallel3d.loop.step_hooks import RankRun
+from parallel3d.loop.rank_run import RankRun
 from parallel3d.run import failure
 from parallel3d.run.launch import Worker, within
 from parallel3d.run_config import Config
@@ -259,7 +259,8 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     monkeypatch.setattr(train, "all_gather_json", lambda *_: [])
     for name in ("save_weights", "run_steps", "default_hooks", "dist"):
         monkeypatch.setattr(train, name, Mock())
-    monkeypatch.setattr(train, "open_data", lambda data, *_, **__: (data, Mock(), {}))
+    corpus = Mock(train_tokens=2, valid_tokens=1)
+    monkeypatch.setattr(train, "open_data", lambda data, *_, **__: (data, corpus, {}))
     monkeypatch.setattr(train, "make_trainer", _trainer_of)
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls]

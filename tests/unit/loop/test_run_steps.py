@@ -16,8 +16,9 @@ from parallel3d.loop import data_check
 from parallel3d.loop.checkpointing import Checkpointing
 from parallel3d.loop.data_check import DataCheck
 from parallel3d.loop.keys import TrainConfig
+from parallel3d.loop.rank_run import RankRun
 from parallel3d.loop.run_steps import run_steps
-from parallel3d.loop.step_hooks import RankRun, StepHook
+from parallel3d.loop.step_hooks import StepHook
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
