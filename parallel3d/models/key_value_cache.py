@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,27 @@ from parallel3d.context_parallel.attention import ONE_RANK
 from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.models.attention import attend, attend_split, kernel_shares_heads
+from parallel3d.models.attention import (
+    AttentionOptions,
+    attend,
+    attend_split,
+    kernel_shares_heads,
+)
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.rotary import Positions
 
-if TYPE_CHECKING:
-    from parallel3d.models.transformer import Attention
+
+class CachedAttention(Protocol):
+    """Declares what the cache needs of `transformer.Attention`."""
+
+    head_dim: int
+    kv_heads: int
+    options: AttentionOptions
+    out: Any  # the layer after the heads
+
+    def cached_heads(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v of x by heads."""
+        ...
 
 
 class KeyValueCache:
@@ -29,7 +44,7 @@ class KeyValueCache:
         like: a tensor of the state's dtype and device.
     """
 
-    def __init__(self, attention: Attention, length: int, like: Tensor) -> None:
+    def __init__(self, attention: CachedAttention, length: int, like: Tensor) -> None:
         self.attention = attention
         length = min(length, attention.options.window or length)
         # Keys and values: (1, key-value heads, length, head_dim) each.
