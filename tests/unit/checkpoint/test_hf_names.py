@@ -315,3 +315,9 @@ def test_the_names_of_old_transformers_are_read() -> None:
     assert (keys["num_layers"], keys["norm_eps"], keys["tie_embeddings"]) == (32, 1e-6, False)
     _, keys, _ = from_hf({"model_type": "gpt2"})
     assert (keys["activation"], keys["tie_embeddings"]) == ("gelu_tanh", True)
+
+
+def test_a_tensor_without_a_name_is_refused() -> None:
+    model = replace(LLAMA, norm_position="after")
+    with pytest.raises(UserError, match=r"layers\.0\.attention_output_norm\.weight has no name in"):
+        hf_tensors(model, "llama")
