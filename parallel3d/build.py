@@ -28,6 +28,7 @@ from parallel3d.errors import UserError
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
+from parallel3d.optim.checks import check_own
 from parallel3d.optim.muon import Muon, MuonByKind
 from parallel3d.optim.optimizer import Optimizer, trained_spans
 from parallel3d.parameters.initializer import Initializer
@@ -42,6 +43,7 @@ from parallel3d.trainer import RankParts, RankTrainer, StepSamples
 
 if TYPE_CHECKING:
     from parallel3d.data_parallel.interface import DataParallel
+    from parallel3d.optim.own import OptimizerFactory
 
 
 class Trainer(RankTrainer):
@@ -60,6 +62,8 @@ class Trainer(RankTrainer):
             it is unknown.
         valid_files: the open files of the validation sets, which are checked for changes.
         stop_requested: returns whether this rank was asked to end the run; called in every step.
+        optimizer: with `optim.name=own`, makes an element-wise optimizer of parameter groups, such
+            as the class `torch.optim.NAdam`.
 
     Raises:
         UserError: if the configuration cannot work.
@@ -77,6 +81,7 @@ class Trainer(RankTrainer):
         token_bytes: npt.NDArray[np.int64] | None = None,
         valid_files: Sequence[WatchedFile] = (),
         stop_requested: Callable[[], bool] = lambda: False,
+        optimizer: OptimizerFactory | None = None,
     ) -> None:
         own_samples = train_source is not None
         may_resume = config.run is not None  # only `restore` knows whether the run resumes
@@ -91,7 +96,9 @@ class Trainer(RankTrainer):
         groups = groups.observed(timer=timer)
         set_numerics(config.precision, device, config.deterministic)
         schedule = blueprint.pipeline.schedule()
-        self.stages, parts = build(blueprint, schedule, groups, device, config.launch, timer)
+        self.stages, parts = build(
+            blueprint, schedule, groups, device, config.launch, timer, optimizer
+        )
         held_out_parts: Mapping[str, SampleSource] = {}
         if corpus is not None:
             train_source, valid_source, held_out_parts = corpus.sources(
@@ -125,6 +132,7 @@ def build(
     device: torch.device,
     launch: LaunchConfig,
     timer: StepTimer,
+    own_optimizer: OptimizerFactory | None = None,
 ) -> tuple[Sequence[Stage], RankParts]:
     """Builds a rank's layers, parameters, compiled code, optimizer and executor; collective.
 
@@ -132,6 +140,7 @@ def build(
         schedule: the pipeline schedule for `global_batch_size`.
         launch: settings of messages between stages: shared memory and time limit.
         timer: gets the measured baseline latencies of the messages.
+        own_optimizer: makes the optimizer with `optim.name=own`.
     """
     dtype = compute_dtype(blueprint.precision)
     master_dtype = torch.promote_types(dtype, torch.float32)
@@ -159,7 +168,7 @@ def build(
     )
     if blueprint.compiles:
         compile_blocks(stages, saves_operands=schedule.splits_backward)
-    optimizer = build_optimizer(blueprint, engine, groups, device)
+    optimizer = build_optimizer(blueprint, engine, groups, device, own_optimizer)
     executor = build_executor(
         blueprint, schedule, stages, engine, groups, device, launch, timer, overlap, offload
     )
@@ -240,10 +249,23 @@ def expert_balance(
 
 
 def build_optimizer(
-    blueprint: Blueprint, engine: DataParallel, groups: ProcessGroups, device: torch.device
+    blueprint: Blueprint,
+    engine: DataParallel,
+    groups: ProcessGroups,
+    device: torch.device,
+    own: OptimizerFactory | None = None,
 ) -> Optimizer:
-    """Creates the optimizer for the shards of parameters that this rank updates."""
+    """Creates the optimizer for the shards of parameters that this rank updates.
+
+    `own` makes the optimizer of a script. Raises UserError if it is not element-wise.
+    """
     optim = blueprint.optim
+    check_own(optim, own is not None)
+    if own is not None:
+        # torch.optim imports the compiler, which takes a second.
+        from parallel3d.optim.own import OwnOptimizer
+
+        return OwnOptimizer(own, optim, engine.segments, blueprint.seed, device)
     muon: Muon | MuonByKind | None = None
     if optim.name == "muon":
         computed = compute_dtype(blueprint.precision)

@@ -559,6 +559,7 @@ class RankTrainer:
             "clock": self.length.clock_at(self.steps_done, self.consumed_samples),
             "updates": self.optimizer.updates,
             **({THAWS: self.optimizer.thaws} if self.optimizer.thaws else {}),
+            **self.optimizer.progress(),
             **self.loss_scale.progress(),
         }
 
@@ -572,7 +573,7 @@ class RankTrainer:
         clock = clock_of(progress, there)
         self.length = self.planned_length.after(self.steps_done, self.consumed_samples, clock)
         thaws = thaws_of(progress, there, self.blueprint.optim)
-        self.optimizer.restore(int(progress["updates"]), thaws)
+        self.optimizer.restore(int(progress["updates"]), thaws, progress)
         self.loss_scale.restore(progress)
         self.data_parallel.all_gather_params()
         self.data_parallel.wait_for_all_gathers()

@@ -135,8 +135,14 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
 # Restoring and saving
 
 
-def expected_elements(model: ModelConfig, optim: OptimConfig) -> ElementSums:
-    """Counts the elements that a checkpoint of this model and of this optimizer has."""
+def expected_elements(
+    model: ModelConfig, optim: OptimConfig, states: tuple[tuple[str, ...], ...] | None = None
+) -> ElementSums:
+    """Counts the elements that a checkpoint of this model and of this optimizer has.
+
+    `states`: the names of the optimizer's states, or None for those of `kept_states`.
+    """
+    states = kept_states(optim) if states is None else states
     kept = parameter_shapes_of(model)
     sizes = {name: math.prod(shape) for name, shape in full_shapes_of(model).items()}
     parameters = sum(sizes[name] for name in kept)
@@ -146,7 +152,7 @@ def expected_elements(model: ModelConfig, optim: OptimConfig) -> ElementSums:
         (STATE,): sum(sizes[name] for name in states_of(model)),
         **({} if optim.ema_decay is None else {(EMA,): parameters}),
         # A parameter has the states of one of the optimizer's kinds of steps.
-        **dict.fromkeys(product(*kept_states(optim)), trained),
+        **dict.fromkeys(product(*states), trained),
     }
 
 
@@ -366,7 +372,7 @@ class Checkpoints:
         )
         state |= of_hooks.state
         facts = self._facts(trainer, unwritten(), of_hooks.progress)
-        expected = expected_elements(self.config.model, self.config.optim)
+        expected = expected_elements(self.config.model, self.config.optim, trainer.optimizer.kept)
         expected |= {(hook_states.KIND,): of_hooks.elements} if self.hooks else {}
         save = Save(step, self.number, state, facts, expected, trainer.copied)
         self.step_in_flight = self.saved_step = step
@@ -425,6 +431,9 @@ class Checkpoints:
         def read() -> tuple[Manifest, TextComparison, hook_states.Restored]:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
+            if compared.refusal is None and manifest.step:
+                of_optimizer = trainer.optimizer.refusal(manifest.progress, manifest.config)
+                compared = compared if of_optimizer is None else TextComparison(of_optimizer)
             of_hooks = hook_states.Restored.of(manifest, self.hooks, self.device)
             if compared.refusal is None:
                 read_state(folder, _to_read(trainer, manifest) | of_hooks.state)

@@ -368,7 +368,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
         assert source.manifest is not None  # `begun_from` has checked this
         progress = source.manifest.progress
         thaws = thaws_of(progress, source.manifest.config, config.optim)
-        trainer.optimizer.restore(int(progress["updates"]), thaws)
+        trainer.optimizer.restore(int(progress["updates"]), thaws, progress)
         trainer.loss_scale.restore(progress)
     trainer.optimizer.start_ema()
     trainer.data_parallel.all_gather_params()

@@ -49,6 +49,7 @@ KINDS = {"model": PARAMETER, "ema": "ema"}  # value of weights=… → kind
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _LARGEST_MANIFEST = 16 << 20  # bytes, enough for a hundred thousand ranks
+OPTIMIZER = "optimizer"  # entry of `progress` with a script's own optimizer (`optim.own`)
 HOOKS = "hooks"  # entry of `progress` with the states of a script's hooks (`hook_states`)
 # Counts that `Trainer.restore` needs, in addition to the loss scale.
 COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
@@ -260,6 +261,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         "progress.loss_scale": _is_number(progress["loss_scale"]),
         "progress.clock": "clock" not in progress or _is_clock(progress),
         f"progress.{THAWS}": _are_thaws(progress),
+        f"progress.{OPTIMIZER}": _is_optimizer(progress.get(OPTIMIZER, {})),
         f"progress.{HOOKS}": all(map(_is_hook_state, progress.get(HOOKS, {}).values())),
         "step": progress["steps"] == manifest.step,
         **{f"config.{name}": isinstance(config.get(name, {}), dict) for name in sections},
@@ -287,6 +289,13 @@ def _are_thaws(progress: dict[str, Any]) -> bool:
     except (ValueError, TypeError):
         return False
     return True
+
+
+def _is_optimizer(entry: dict[str, Any]) -> bool:
+    scalars = entry.get("scalars", {}).values()
+    return isinstance(entry.get("name", ""), str) and all(
+        type(scalar) in (int, float) and math.isfinite(scalar) for scalar in scalars
+    )
 
 
 def _is_hook_state(entry: dict[str, Any]) -> bool:

@@ -70,6 +70,7 @@ from parallel3d.host.devices import (
 from parallel3d.host.processes import prepare_streams
 from parallel3d.metrics.checks import check_loggers
 from parallel3d.metrics.keys import LoggerConfig
+from parallel3d.optim.checks import check_own
 from parallel3d.run.agreement import CAN_RESUME, tell_rank_0
 from parallel3d.run.directory import (
     check_run,
@@ -297,6 +298,8 @@ def _run_job(
                 config = replace(config, prompt=prompt)
             return _run_on_run(command, config, typed, place)
         config, lines = _with_earlier(command, config, given_by(typed, own), place)
+        if command.work is None:
+            check_own(config.optim, has_own=False)
         if command.alone is not None:
             return _run_alone(command, config, typed) if first else 0
         return _run_ranks(command, config, typed, place, own, lines)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from parallel3d.cli.command_line import run_script
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN
@@ -16,8 +17,12 @@ from parallel3d.errors import UserError, print_line, readable
 from parallel3d.loop.hooks import Hook
 from parallel3d.loop.own_parts import OwnParts, Samples
 from parallel3d.loop.user_hooks import check_hooks
+from parallel3d.optim.keys import OWN as OWN_OPTIMIZER
 from parallel3d.run.failure import full_stop
 from parallel3d.run_config import ALTERNATIVES
+
+if TYPE_CHECKING:
+    from parallel3d.optim.own import OptimizerFactory
 
 
 def fit(
@@ -26,6 +31,7 @@ def fit(
     hooks: Sequence[Hook] = (),
     train: Samples | None = None,
     valid: Samples | None = None,
+    optimizer: OptimizerFactory | None = None,
     arguments: Sequence[str] | None = None,
 ) -> None:
     """Trains as `parallel3d train` does, with hooks of the script's own.
@@ -50,6 +56,9 @@ def fit(
             function of the checked configuration that returns such an object on each rank. Its
             `windows`, if it has them, are the number of samples in an epoch.
         valid: held-out samples, in the same form.
+        optimizer: an element-wise optimizer, in place of `optim.name`: a class of
+            `torch.optim.Optimizer`, or `functools.partial` of one with settings. `optim.lr` with
+            its schedule, `optim.weight_decay`, `optim.groups` and `optim.clip_grad` still count.
         hooks: hooks around the steps, called in this order, and the same on every rank.
         arguments: the words and flags of the command line; None stands for `sys.argv[1:]`.
 
@@ -66,10 +75,12 @@ def fit(
             words = [*_without_text(words), f"data.name={OWN}"]
         elif valid is not None:
             raise UserError("fit(valid=…) needs fit(train=…) beside it; or give data.valid")
+        if optimizer is not None:
+            words = [*_without_optimizer(words), f"optim.name={OWN_OPTIMIZER}"]
     except UserError as error:
         print_line(readable(full_stop(str(error))))
         raise SystemExit(2) from None
-    work = partial(train_command, own=OwnParts(tuple(hooks), train, valid))
+    work = partial(train_command, own=OwnParts(tuple(hooks), train, valid, optimizer))
     command = replace(SUBCOMMANDS[TRAIN], work=work, needs_data=train is None)
     try:
         code = run_script(command, words)
@@ -101,4 +112,15 @@ def _without_text(words: Sequence[str]) -> list[str]:
                     f"{word} has no effect on the samples that the script gives fit(train=…); "
                     "leave it out"
                 )
+    return list(words)
+
+
+def _without_optimizer(words: Sequence[str]) -> list[str]:
+    """Returns the words, none of which may choose an optimizer. Raises UserError."""
+    for word in words:
+        if {"optim", "optim.name"} & {*keys_of(word)}:
+            raise UserError(
+                f"{word} has no effect beside the optimizer that the script gives "
+                "fit(optimizer=…); leave it out"
+            )
     return list(words)

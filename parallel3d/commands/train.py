@@ -116,6 +116,7 @@ def open_trainer(
     def is_asked_to_stop() -> bool:
         return worker.stop.number is not None
 
+    optimizer = None if own is None else own.optimizer
     if own is not None and (train_source := opened(own.train, "train", config)) is not None:
         valid_source = opened(own.valid, "valid", config)
         worker.phase = "building the model"
@@ -126,6 +127,7 @@ def open_trainer(
             train_source=train_source,
             valid_source=valid_source,
             stop_requested=is_asked_to_stop,
+            optimizer=optimizer,
         )
         return trainer, facts_of_samples(train_source, valid_source)
     has_source = config.init_from is not None
@@ -134,7 +136,7 @@ def open_trainer(
     )
     worker.phase = "building the model"
     config = dataclasses.replace(config, data=data)
-    trainer = make_trainer(config, groups, device, corpus, sets, is_asked_to_stop)
+    trainer = make_trainer(config, groups, device, corpus, sets, is_asked_to_stop, optimizer)
     return trainer, facts_of_text(trainer, corpus, sets)
 
 

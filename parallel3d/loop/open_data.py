@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from parallel3d.errors import print_line
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
+
+if TYPE_CHECKING:
+    from parallel3d.optim.own import OptimizerFactory
 
 
 def open_data(
@@ -64,6 +68,7 @@ def make_trainer(
     corpus: Corpus | Blend,
     sets: Mapping[str, Corpus],
     stop_requested: Callable[[], bool],
+    optimizer: OptimizerFactory | None = None,
 ) -> Trainer:
     """Creates the trainer, with the corpus and the samples of the validation sets."""
     how = config.model.seq_length, config.data, config.seed
@@ -85,4 +90,5 @@ def make_trainer(
         token_bytes=sizes,
         valid_files=files,
         stop_requested=stop_requested,
+        optimizer=optimizer,
     )

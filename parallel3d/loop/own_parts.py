@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from parallel3d.data.sampler import Finite, SampleSource
 from parallel3d.errors import UserError
 from parallel3d.loop.hooks import Hook
 from parallel3d.run_config import Config
+
+if TYPE_CHECKING:
+    from parallel3d.optim.own import OptimizerFactory
 
 # Samples, or a function that makes them on each rank from the run's configuration.
 Samples = SampleSource | Callable[[Config], SampleSource]
@@ -22,11 +26,13 @@ class OwnParts:
         hooks: hooks around the steps, in the order in which they are called.
         train, valid: the samples to train on and the held-out samples; without `train`, both are
             those of the configuration.
+        optimizer: makes the optimizer of parameter groups.
     """
 
     hooks: Sequence[Hook] = ()
     train: Samples | None = None
     valid: Samples | None = None
+    optimizer: OptimizerFactory | None = None
 
 
 def opened(given: Samples | None, name: str, config: Config) -> SampleSource | None:

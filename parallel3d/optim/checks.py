@@ -14,7 +14,7 @@ from parallel3d.config.fields import (
 from parallel3d.errors import UserError, nearest, nearest_hint
 from parallel3d.models.declared import full_shapes_of, parameter_shapes_of, states_of
 from parallel3d.models.keys import ModelConfig
-from parallel3d.optim.keys import MULTIPLIERS, OptimConfig
+from parallel3d.optim.keys import MULTIPLIERS, OWN, OptimConfig
 
 
 def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
@@ -49,6 +49,17 @@ def check_schedule_of_rate(optim: OptimConfig, steps: int) -> None:
             f"optim.{name}={show(getattr(optim, name))} must be at most {show(near)}, the "
             f"part that a warm-up over {warmup:g} of {span}={steps} leaves; the nearest is "
             f"optim.{name}={show(near)}."
+        )
+
+
+def check_own(optim: OptimConfig, has_own: bool) -> None:
+    """Raises UserError unless `optim.name` is "own" if and only if a script gives an optimizer."""
+    if has_own and optim.name != OWN:
+        raise UserError(f"an optimizer of a script's own needs optim.name={OWN}, not {optim.name}")
+    if optim.name == OWN and not has_own:
+        raise UserError(
+            f"optim.name={OWN} is for a script that gives its optimizer to fit(optimizer=…), so "
+            "start the script in place of this command; the nearest is optim.name=adamw"
         )
 
 

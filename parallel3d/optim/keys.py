@@ -12,6 +12,7 @@ from parallel3d.config.values import (
     key,
 )
 
+OWN = "own"  # the name of an optimizer that a script brings
 MULTIPLIERS = ("lr_mult", "wd_mult")  # these are the names in Megatron-LM's parameter groups
 
 
@@ -29,8 +30,9 @@ class OptimConfig:
 
     name: str = key(
         "adamw",
-        "optimizer; muon steps the matrices of the layers, and AdamW the rest",
-        choices=("adamw", "sgd", "muon"),
+        "optimizer; muon steps the matrices of the layers, and AdamW the rest; own: the one that a "
+        "script gives fit(optimizer=…)",
+        choices=("adamw", "sgd", "muon", OWN),
         resume=REFUSED,
     )
     lr: float = key(1e-3, "peak learning rate", above=0)

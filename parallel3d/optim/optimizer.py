@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.optim.keys import OWN
 from parallel3d.optim.thaws import Thaw, thawed_at
 from parallel3d.parameters.rounding import Piece, pieces_of, store_rounded
 from parallel3d.parameters.segments import ParameterSpan, Segment
@@ -39,8 +40,11 @@ STATES = (*MOMENTS, *MOMENTUM)
 def kept_states(optim: OptimConfig) -> tuple[tuple[str, ...], ...]:
     """Returns the names of a trained parameter's states, for each kind of step of the optimizer.
 
-    With Muon, the first are those of AdamW's parameters, and the second those of the matrices.
+    With Muon, the first are those of AdamW's parameters, and the second those of the matrices. Only
+    a trial tells those of a script's own optimizer (`own.OwnOptimizer.kept`).
     """
+    if optim.name == OWN:
+        return ((),)
     if optim.name == "sgd":
         return (MOMENTUM if optim.momentum else (),)
     return (MOMENTS, MOMENTUM) if optim.name == "muon" else (MOMENTS,)
@@ -206,6 +210,14 @@ class Optimizer:
             divisor = self._divisor(factor)
             if divisor is None:
                 foreach_mul_([s.grad for s in self.segments], factor)
+        self._update(learning_rate, divisor)
+        if self.optim.ema_decay is not None:
+            for group in self.trained:
+                foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
+        self.updates += 1
+
+    def _update(self, learning_rate: float, divisor: Tensor | None) -> None:
+        """Updates the masters by their gradients, which `divisor` still divides."""
         for group in self.stepped:
             rate = learning_rate * group.treated.lr_mult
             foreach_add_(group.steps, 1)
@@ -218,10 +230,6 @@ class Optimizer:
                     self._adamw(some, rate, divisor)
         if self.muon is not None:
             self.step_hidden(self.muon, learning_rate)
-        if self.optim.ema_decay is not None:
-            for group in self.trained:
-                foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
-        self.updates += 1
 
     def _rounded_pieces(self, group: FlatGroup) -> Iterator[FlatGroup]:
         """Yields a group piece by piece, with states converted to the masters' dtype.
@@ -275,10 +283,32 @@ class Optimizer:
         # A kernel fills the tensor, because copying a number to the device would block the host.
         return torch.full((), 1.0 / factor, dtype=torch.float32, device=self.device)
 
-    def restore(self, updates: int, thaws: Sequence[Thaw] = ()) -> None:
+    @property
+    def kept(self) -> tuple[tuple[str, ...], ...]:
+        """Returns the names of the states, as `kept_states` does."""
+        return kept_states(self.optim)
+
+    def progress(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the states and the number of updates."""
+        return {}
+
+    def refusal(self, progress: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+        """Returns why this optimizer cannot go on from a checkpoint, or None if it can.
+
+        `config`: the configuration of the checkpoint.
+        """
+        return None
+
+    def restore(
+        self,
+        updates: int,
+        thaws: Sequence[Thaw] = (),
+        progress: Mapping[str, Any] | None = None,
+    ) -> None:
         """Sets the numbers of updates; the caller has written the state into `groups`.
 
         Args:
+            progress: that of the checkpoint, or None before the first update.
             updates: number of updates of the run.
             thaws: until when parameters were frozen. The bias corrections of their moments, which
                 began at zero then, count only the updates since.

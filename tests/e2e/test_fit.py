@@ -197,3 +197,82 @@ def test_samples_that_do_not_fit_are_refused_in_a_sentence(
     assert ended.code == 2
     assert said in ended.err
     assert "Traceback" not in ended.err
+
+
+OPTIMIZER = f"""
+import functools
+import torch
+import parallel3d as p3d
+
+nadam = functools.partial(torch.optim.NAdam, decoupled_weight_decay=True)
+p3d.fit({WORDS!r}, optimizer=nadam)
+"""
+TREATED = (
+    "optim.lr=0.01",
+    "optim.freeze=[layers.1.mlp.*]",
+    "optim.groups={layers.0.*:{lr_mult:0.5}}",
+)
+
+
+def test_an_optimizer_of_the_scripts_own_trains_equally_under_every_layout_and_zero_stage(
+    shell: Shell,
+) -> None:
+    words = (*shell.text(), *TREATED)
+    ended = run_forked(shell, "-c", OPTIMIZER, "run=one", "train.steps=9", *words)
+    assert ended.code == 0, ended.err
+    layouts = [
+        ("dp=2", "zero=1", "train.steps=3"),
+        ("dp=2", "zero=2", "train.steps=6"),
+        ("tp=2", "dp=1", "pp=2", "zero=0", "train.steps=9"),
+    ]
+    for layout in layouts:
+        ended = run_forked(shell, "-c", OPTIMIZER, "run=two", *layout, *words)
+        assert ended.code == 0, ended.err
+    ended = run_forked(shell, "-c", OPTIMIZER, "run=three", "dp=2", "zero=3", *words)
+    assert ended.code == 0, ended.err
+    runs = [shell.cwd / "runs" / run for run in ("one", "two", "three")]
+    rows = [[*rows_of(run / "metrics.jsonl")] for run in runs]
+    one, two, three = ([row["loss"] for row in each if "loss" in row] for each in rows)
+    assert len(one) == 9
+    assert one[8] < one[0] - 0.1
+    assert two == pytest.approx(one, rel=1e-9)
+    assert three == pytest.approx(one[:3], rel=1e-9)
+    last = [run / "checkpoints" / "step-00000009" for run in runs[:2]]
+    kinds = ("parameter", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+    mine, theirs = (read_full(folder, kinds) for folder in last)
+    assert mine.keys() == theirs.keys()
+    assert any(name.startswith("optimizer.exp_avg_sq/") for name in mine)
+    for name, value in mine.items():
+        assert float((value - theirs[name]).abs().max()) < 1e-9, name
+    kept = [read_manifest(folder).progress["optimizer"] for folder in last]
+    assert kept[0] == kept[1]
+    assert kept[0]["scalars"]["step"] == 9
+
+
+def test_a_start_without_the_runs_optimizer_or_with_another_is_refused_and_changes_nothing(
+    shell: Shell,
+) -> None:
+    words = (*shell.text(), "run=r")
+    assert run_forked(shell, "-c", OPTIMIZER, *words).code == 0
+    for script, more, said in (
+        (("train",), (), "optim.name=own is for a script that gives its optimizer"),
+        (("-c", OPTIMIZER), ("optim=sgd",), "optim=sgd has no effect beside the optimizer that"),
+        (("-c", OPTIMIZER.replace("optimizer=nadam", "")), (), "optim.name=own is for a script"),
+        (
+            ("-c", OPTIMIZER.replace("=nadam", "=torch.optim.AdamW")),
+            (),
+            "gives AdamW, but the checkpoint has the state of NAdam",
+        ),
+        (
+            ("-c", OPTIMIZER.replace("=nadam", "=torch.optim.Adafactor")),
+            ("dp=2",),
+            "its state row_var is (4, 1) for a parameter",
+        ),
+        (("-c", OPTIMIZER), ("optim.freeze=[embedding.*]",), "must stay []"),
+    ):
+        ended = run_forked(shell, *script, *words, *more, "train.steps=6")
+        assert ended.code == 2, ended.err
+        assert said in ended.err
+        assert "Traceback" not in ended.err
+    folders = [*(shell.cwd / "runs" / "r" / "checkpoints").glob("*-*")]
+    assert [folder.name for folder in folders] == ["step-00000003"]
