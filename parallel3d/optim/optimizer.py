@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.optim.keys import OWN
 from parallel3d.optim.thaws import Thaw, thawed_at
 from parallel3d.parameters.rounding import Piece, pieces_of, store_rounded
 from parallel3d.parameters.segments import ParameterSpan, Segment
@@ -43,7 +42,7 @@ def kept_states(optim: OptimConfig) -> tuple[tuple[str, ...], ...]:
     With Muon, the first are those of AdamW's parameters, and the second those of the matrices. Only
     a trial tells those of a script's own optimizer (`own.OwnOptimizer.kept`).
     """
-    if optim.name == OWN:
+    if optim.name == "own":
         return ((),)
     if optim.name == "sgd":
         return (MOMENTUM if optim.momentum else (),)

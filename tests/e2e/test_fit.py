@@ -12,7 +12,7 @@ import pytest
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.metrics.jsonl import rows_of
-from tests.e2e.command import TINY, TORCHRUN, Shell
+from tests.e2e.command import ROOT, TINY, TORCHRUN, Shell
 from tests.e2e.forked import Forked, run_forked
 
 pytestmark = pytest.mark.nightly
@@ -276,3 +276,28 @@ def test_a_start_without_the_runs_optimizer_or_with_another_is_refused_and_chang
         assert "Traceback" not in ended.err
     folders = [*(shell.cwd / "runs" / "r" / "checkpoints").glob("*-*")]
     assert [folder.name for folder in folders] == ["step-00000003"]
+
+
+def test_the_example_logs_the_same_figures_on_one_rank_and_on_four(shell: Shell) -> None:
+    script = (ROOT / "examples" / "probe_hook.py").read_text()
+    assert len(script.splitlines()) < 100
+    tiny = [word for word in WORDS if word != "train.eval_every=0"]
+    words = (
+        *shell.text(),
+        *EVALUATES,
+        *tiny,
+        "model.num_query_groups=2",
+        "model.ffn_hidden_size=64",
+    )
+    found = []
+    for run, layout in (("one", ()), ("four", ("tp=2", "pp=2", "recompute=full"))):
+        ended = run_forked(shell, "-c", script, f"run={run}", *layout, *words)
+        assert ended.code == 0, ended.err
+        rows = rows_of(shell.cwd / "runs" / run / "metrics.jsonl")
+        found.append([row["hooks"] for row in rows if "hooks" in row])
+    assert [sorted(figures) for figures in found[0]] == [
+        *[["layers/0", "layers/1"]] * 3,
+        ["smooth/eval_loss"],
+    ]
+    for one, four in zip(*found, strict=True):
+        assert four == pytest.approx(one, rel=1e-9)
