@@ -6,7 +6,6 @@ A process that plans may train afterwards, on another device.
 from __future__ import annotations
 
 import importlib.util
-import os
 import pickle
 import subprocess
 import sys
@@ -34,7 +33,7 @@ class RecordingProcess:
                 "nearest is pip install torch"
             )
         if self.child is None:
-            words = sys.executable, "-m", "parallel3d.trace.child"
+            words = sys.executable, "-m", "parallel3d.trace.recording_child"
             self.child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.child.stdin is not None and self.child.stdout is not None
         pickle.dump([*wanted], self.child.stdin)
@@ -46,22 +45,3 @@ class RecordingProcess:
         if self.child is not None:
             self.child.communicate()
             self.child = None
-
-
-def main() -> None:
-    """Answers lists of `WantedTrace` on the standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what torch prints is no answer
-    from parallel3d.trace.recorder import record  # imports torch
-
-    while True:
-        try:
-            wanted = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump([trace.as_json() for trace in record(wanted)], answers)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

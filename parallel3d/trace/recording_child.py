@@ -1,0 +1,26 @@
+"""Records the traces that `RecordingProcess` asks for, as its child process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+
+def main() -> None:
+    """Answers lists of `WantedTrace` on the standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what torch prints is no answer
+    from parallel3d.trace.recorder import record  # imports torch
+
+    while True:
+        try:
+            wanted = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump([trace.as_json() for trace in record(wanted)], answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
