@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain, pairwise, product
 
 from parallel3d.blueprint.buckets import Home, homes, padded_numel
@@ -95,7 +95,8 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
         for row, names in enumerate(weights)
     )
     columns_again, rows_again = _split(again)
-    if blueprint.layer.gather_qk:
+    attends = of.kind.mixer == ATTENTION
+    if blueprint.layer.gather_qk and attends:
         # Size of all heads of q and k, including copies of shared key-value heads
         size = sum(rank.layout.tp * dim.local(rank.layout.tp) for dim in heads_of(of.kind))
         every = rank.tokens * size * rank.item
@@ -103,7 +104,7 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         back = layers * gradients.reach("attention.qkv")
         yield Transfer("tp", "reduce_scatter", every, back, "gradients of q and k")
-    if blueprint.model.qk_norm_width == "full":
+    if blueprint.model.qk_norm_width == "full" and attends:
         # Each token has one statistic for q and one for k.
         sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)
         twice = recomputed * repeats.mixer + layers * gradients.reach("attention.out")
@@ -231,8 +232,7 @@ def transfers(
     ranks = [PipelineRank(blueprint, index, data_rank) for index in range(layout.pp)]
     if stage is not None:
         return _of_rank(ranks[stage])
-    # Ranks between the ends differ only in the number of layers of each of their stages.
-    inner = {tuple(len(s.layers) for s in rank.stages): rank.index for rank in ranks[1:-1]}
+    inner = {_between(rank): rank.index for rank in ranks[1:-1]}
     lists = [_of_rank(ranks[i]) for i in sorted({0, layout.pp - 1, *inner.values()})]
     found: list[Transfer] = []
     for dim in DIMS:
@@ -248,6 +248,21 @@ def transfers(
         n = group_size(dim, layout)
         found += max(mine, key=lambda sent: sum(wire_bytes(t, n) for t in sent))
     return found
+
+
+def _between(rank: PipelineRank) -> Hashable:
+    """Returns what distinguishes the traffic of ranks between the ends of the pipeline."""
+    model, every = rank.blueprint.model, len(rank.blueprint.kinds) > 1
+    stages = tuple(
+        (
+            stage.recomputed,
+            stage.without_backward,
+            tuple(LayerKind.of(model, i) for i in stage.layers) if every else len(stage.layers),
+        )
+        for stage in rank.stages
+    )
+    frozen = [p.frozen for p in rank.parameters] if rank.blueprint.frozen else ()
+    return stages, tuple(frozen)
 
 
 def _most_boundaries(assignment: StageAssignment) -> int:

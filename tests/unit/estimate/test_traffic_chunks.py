@@ -3,7 +3,9 @@ ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -173,3 +175,29 @@ def test_without_a_stage_the_other_dimensions_are_those_of_the_busiest_rank(name
     found = transfers(config, layout)
     mine = transfers(config, layout, busiest)
     assert [t for t in found if t.dim == "tp"] == [t for t in mine if t.dim == "tp"]
+
+
+EXPERTS = {"num_experts": 4, "dense_layers": [0, 1, 4, 5, 6, 7], "bias": False}
+
+
+@pytest.mark.parametrize(
+    ("dim", "model", "keys"),
+    [
+        ("ep", EXPERTS, {"dp": 2, "ep": 2}),
+        ("tp", {}, {"tp": 2, "recompute": "full", "recompute_layers": [0, 2, 0, 0]}),
+        ("dp", {}, {"dp": 2, "frozen": [f"layers.{i}.*" for i in (0, 1, 4, 5, 6, 7)]}),
+    ],
+)
+def test_the_busiest_rank_is_found_between_equally_many_layers_of_other_kinds(
+    dim: str, model: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    """Only the second of four ranks has such layers; the third has equally many layers."""
+    sizes = {name: keys[name] for name in ("tp", "dp", "ep") if name in keys}
+    layout = Layout(pp=4, **sizes)
+    config = config_of("1f1b", layout, 1, [2, 2, 2, 2])
+    config.model = replace(config.model, **model)
+    config.recompute = keys.get("recompute", "none")
+    config.recompute_layers = keys.get("recompute_layers")
+    config.optim.freeze = keys.get("frozen")
+    found, second = (transfers(config, layout, stage) for stage in (None, 1))
+    assert [t for t in found if t.dim == dim] == [t for t in second if t.dim == dim] != []

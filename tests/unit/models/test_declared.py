@@ -114,3 +114,20 @@ def test_a_replicated_embedding_is_whole_on_each_rank_and_so_is_only_a_tied_head
     assert (word.numel, word.replicated) == (64 * 32 // (1 if whole else 4), whole)
     whole &= tied
     assert (table.numel, table.replicated) == (64 * 32 // (1 if whole else 4), whole)
+
+
+@pytest.mark.parametrize(
+    ("keys", "norms"),
+    [
+        (QWEN3, {"q_norm.weight": 4, "k_norm.weight": 4}),
+        (MODELS["full norms"], {"k_norm.weight": 2}),
+    ],
+)
+def test_ranks_sum_the_gradients_of_copied_heads_and_of_norms_of_each_head(
+    keys: dict[str, Any], norms: dict[str, int]
+) -> None:
+    """Two of four tp ranks share a key-value head; all of them share a norm of one head."""
+    layer = "layers.1.attention."
+    found = {t.name: t.summed_over(4) for t in full_tensors(ModelConfig(**SIZES | keys))}
+    summed = {name.removeprefix(layer): n for name, n in found.items() if n > 1 and layer in name}
+    assert summed == norms | {f"{x}.{part}": 2 for x in "kv" for part in ("weight", "bias")}
