@@ -17,7 +17,7 @@ SIZES = (2, 4)  # numbers of sequences that are recorded, through which the line
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProducts:
     """Equal matrix products: each of `count` kernels multiplies `groups` pairs of matrices.
 
     The factors are (rows, inner) and (inner, columns).
@@ -41,7 +41,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCalls:
     """Equal calls of the attention kernel.
 
     Attributes:
@@ -121,8 +121,8 @@ class Pass:
         live: bytes allocated in the pass less those freed in it.
     """
 
-    products: tuple[Product, ...] = ()
-    attentions: tuple[Attention, ...] = ()
+    products: tuple[MatrixProducts, ...] = ()
+    attentions: tuple[AttentionCalls, ...] = ()
     sent: tuple[Sent, ...] = ()
     others: tuple[Other, ...] = ()
     waits: int = 0
@@ -258,9 +258,9 @@ class PassRecord(NamedTuple):
         return replace(found, peak=max(0.0, peak), peak_of_rest=of_rest, live=live)
 
 
-def _product(count: int, groups: int, dtype: str, *numbers: float) -> Product:
+def _product(count: int, groups: int, dtype: str, *numbers: float) -> MatrixProducts:
     rows, columns, inner, nbytes = numbers
-    return Product(count, rows, columns, inner, groups, dtype, nbytes)
+    return MatrixProducts(count, rows, columns, inner, groups, dtype, nbytes)
 
 
 def _attention(
@@ -274,11 +274,11 @@ def _attention(
     window: int | None,
     dtype: str,
     *numbers: float,
-) -> Attention:
+) -> AttentionCalls:
     sequences, queries, keys, nbytes = numbers
     of_heads = heads, key_heads, width, value_width
     seen = causal, window, dtype
-    return Attention(count, products, sequences, *of_heads, queries, keys, *seen, nbytes)
+    return AttentionCalls(count, products, sequences, *of_heads, queries, keys, *seen, nbytes)
 
 
 _MAKERS: Mapping[str, Callable[..., Any]] = {
