@@ -5,9 +5,9 @@
 QUESTIONS is the folder of `benchmarks.published`; question E8 are the rows with experts of its
 `nemo_megatron_bridge.json`. The file has one answer for each of E1 to E7: seconds of a step, tokens
 a second and GPU (E7), or a ratio of these (E3); and, in "E8", seconds by the id of a row. Constants
-of layers with experts are fitted on the runs of `published_experts.py`; `--write` keeps them in
-parallel3d/estimate/constants.json. Sources and families of models that are known there scale the
-answers by what their runs were slower or faster than predicted.
+of layers with experts are fitted on the runs of `published_experts.py`; `--write` keeps them.
+Sources and families of models that are known there scale the answers by what their runs were slower
+or faster than predicted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from benchmarks.planner.published_experts import (
 )
 from benchmarks.planner.published_fit import Table
 from benchmarks.planner.published_newer import bridge, bridge_model
-from parallel3d.estimate.fitted_cost import FILE, Constants, load
+from benchmarks.planner.published_run import load_all, write_constants
+from parallel3d.estimate.fitted_cost import Constants
 
 MEGATRON = "arXiv 2603.07685"
 # AMD's datasheet. Its GEMMs are taken to reach 0.6 of the fraction that NVIDIA's reach.
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("experts.json"))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    values = dict(load().values)
+    values = dict(load_all().values)
     fitted = fit_experts(values)
     without = left_out(values)
     values |= fitted
@@ -178,10 +179,7 @@ def main() -> None:
     print(single)
     options.out.write_text(json.dumps({**single, "E8": rows}, indent=0) + "\n")
     if options.write:
-        kept = json.loads(FILE.read_text())
-        kept["constants"] |= {name: float(f"{value:.5g}") for name, value in fitted.items()}
-        kept["constants"] = dict(sorted(kept["constants"].items()))
-        FILE.write_text(json.dumps(kept, indent=1) + "\n")
+        write_constants(fitted)
     print(f"{len(rows)} rows of E8, commit {commit()}")
 
 

@@ -5,7 +5,7 @@
 CALIBRATION and QUESTIONS are folders of JSON files as docs/planner.md describes. Constants are only
 fitted on calibration rows. Errors refer to whole groups that were left out of the fit, and choices
 (their number, the median regret and the rank correlation) to whole model sizes. `--write` keeps the
-constants in parallel3d/estimate/constants.json.
+constants, those of other software apart (`published_run.write_constants`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.planner.published_experts import fit_experts
 from benchmarks.planner.published_fit import Table, fit_memory, fit_times
 from benchmarks.planner.published_newer import READERS
 from benchmarks.planner.published_rows import Run, read_folder
-from benchmarks.planner.published_run import ENGINES
+from benchmarks.planner.published_run import ENGINES, write_constants
 from benchmarks.planner.published_scores import (
     PEERS,
     balanced,
@@ -35,7 +35,7 @@ from benchmarks.planner.published_scores import (
     null,
     scaled,
 )
-from parallel3d.estimate.fitted_cost import FILE, Constants
+from parallel3d.estimate.fitted_cost import Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6
@@ -292,10 +292,8 @@ def main() -> None:
     made = predictions(asked, values, seen, ranges)
     options.out.write_text(json.dumps(made, indent=0) + "\n")
     if options.write:
-        kept = {name: float(f"{value:.5g}") for name, value in sorted(values.items())}
         short = {kind: [round(of, 3) for of in pair] for kind, pair in ranges.items()}
-        made_of = {"ranges": short, "seen": asdict(seen), "constants": kept}
-        FILE.write_text(json.dumps(made_of, indent=1) + "\n")
+        write_constants(values, ranges=short, seen=asdict(seen))
     print(f"{len(made)} predictions, {time.monotonic() - began:.0f} s, commit {commit()}")
 
 

@@ -7,9 +7,11 @@ to send tokens to their experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ import numpy as np
 from benchmarks.planner.published_ops import Experts, Op, Widths, layer_ops
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.estimate.fitted_cost import (
+    ENGINE,
     FAMILIES,
+    FILE,
     Constants,
     Moved,
     Number,
@@ -25,6 +29,7 @@ from parallel3d.estimate.fitted_cost import (
     StepWork,
     attention_flops,
     attention_rate,
+    load,
     move,
 )
 
@@ -224,3 +229,32 @@ class PublishedRun(StepWork):
 
 # One number for each row.
 ROW_FIELDS = [f.name for f in fields(PublishedRun) if f.name not in ("ranks", "kinds", "products")]
+
+
+# The constants of other software, and of fields that only published runs have.
+OTHERS = Path(__file__).with_name("published_constants.json")
+_OTHERS = ("memory.", "recent.", "fp8.", "attention.plain", "attention.score_bytes")
+
+
+def is_of_others(name: str) -> bool:
+    """Returns whether a constant has no meaning for parallel3d's own runs."""
+    if name.startswith("engine."):
+        return not name.startswith(f"engine.{ENGINE}.")
+    return name.startswith(_OTHERS) and name != "memory.rate"
+
+
+def load_all() -> Constants:
+    """Reads the constants of the planner and those of other software."""
+    return Constants({**load().values, **json.loads(OTHERS.read_text())["constants"]})
+
+
+def write_constants(values: Mapping[str, float], **more: Any) -> None:
+    """Replaces constants, and `ranges` (of the planner) and `seen` if they are given."""
+    kept = {name: float(f"{value:.5g}") for name, value in values.items()}
+    for file, others, key in ((FILE, False, "ranges"), (OTHERS, True, "seen")):
+        content = json.loads(file.read_text())
+        mine = {name: kept[name] for name in kept if is_of_others(name) is others}
+        content["constants"] = dict(sorted((content["constants"] | mine).items()))
+        if key in more:
+            content[key] = more[key]
+        file.write_text(json.dumps(content, indent=1) + "\n")

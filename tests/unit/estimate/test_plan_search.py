@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.planner.published_run import load_all
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.context_parallel.checks import check_context_parallel
@@ -153,7 +154,7 @@ def test_long_sequences_are_split_and_short_ones_are_not() -> None:
 def test_split_sequences_share_gradients_with_the_replicas() -> None:
     """The same ranks along cp have the same reductions as along dp, and shards of the same size."""
     split, whole = (
-        step(work(dp=dp, cp=cp, zero=1, microbatches=8), load()) for dp, cp in ((2, 4), (8, 1))
+        step(work(dp=dp, cp=cp, zero=1, microbatches=8), load_all()) for dp, cp in ((2, 4), (8, 1))
     )
     assert split.optimizer == whole.optimizer
     # A shorter backward hides them.
@@ -164,7 +165,7 @@ def test_split_sequences_share_gradients_with_the_replicas() -> None:
 def test_a_style_waits_less_within_a_node_and_for_shorter_sequences(style: int) -> None:
     given = {"cp": 8, "seq": 131072, "heads": 64, "kv_heads": 64, "cp_style": style}
     near, far = (work(**given, gpus_per_node=n) for n in (8, 4))
-    c, alone = load(), np.array(0.0)
+    c, alone = load_all(), np.array(0.0)
     assert 0 < context_parallel(near, c, alone) < context_parallel(far, c, alone)
     assert context_parallel(work(**given | {"seq": 32768}), c, alone) < context_parallel(
         near, c, alone
@@ -181,11 +182,11 @@ def sent_in_a_layer(one: StepWork, style: str) -> float:
         "ring": (1 + 1 + 4 / 2) * whole,
         "heads": 2 * (2 * queries + whole) / p,
     }[style]
-    return (p - 1) / p * nbytes / (one.link_rate * load()["link.rate"])
+    return (p - 1) / p * nbytes / (one.link_rate * load_all()["link.rate"])
 
 
 def test_attention_hides_gathers_and_a_ring_but_no_all_to_all() -> None:
-    c, given = load(), {"cp": 8, "seq": 65536, "heads": 64, "kv_heads": 64}
+    c, given = load_all(), {"cp": 8, "seq": 65536, "heads": 64, "kv_heads": 64}
     for style, hides in (("gather", True), ("heads", False), ("ring", True)):
         one = work(**given, cp_style=STYLES.index(style))
         bare, behind = (float(context_parallel(one, c, np.array(t))) for t in (0.0, 1.0))

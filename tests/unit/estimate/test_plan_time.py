@@ -15,6 +15,7 @@ from benchmarks.planner.published_rows import (
     split_evenly,
     stages_by_cost,
 )
+from benchmarks.planner.published_run import is_of_others, load_all
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate import fitted_cost
 from parallel3d.estimate.attention_traffic import halo_sends, halo_tokens
@@ -139,14 +140,16 @@ def test_zero_3_without_bandwidth_waits_for_its_parameters() -> None:
 
 def test_one_call_prices_many_layouts_as_single_calls_do() -> None:
     one = [work(tp=tp, pp=pp) for tp in (1, 2, 8) for pp in (1, 4)]
-    c = load()
+    c = load_all()
     assert step(table(one), c).total == pytest.approx([float(step(w, c).total) for w in one])
 
 
 def test_constants_in_the_repository_have_the_names_of_the_code() -> None:
-    c = load()
+    """Those of other software are not in the package."""
+    c = load_all()
     assert {*time_guesses()} <= {*c.values}
     assert all(value > 0 for value in c.values.values())
+    assert not any(map(is_of_others, load().values)) and "memory.rate" in load().values
 
 
 def test_attention_is_the_mean_of_sliding_and_full_layers() -> None:
