@@ -65,10 +65,16 @@ class LayerMemory(NamedTuple):
 
 
 class LayerMemories:
-    """The bytes of the layers of a run, each found once."""
+    """The bytes of the layers of a run, each found once.
+
+    Attributes:
+        kinds: the kind of each layer of the model.
+    """
 
     def __init__(self, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
+        model = blueprint.model
+        self.kinds = [LayerKind.of(model, layer) for layer in range(model.num_layers)]
         self._wanted: dict[Hashable, WantedTrace] = {}
         self._found: dict[WantedTrace, LayerMemory] = {}
 
@@ -87,7 +93,7 @@ class LayerMemories:
         blueprint, number = self.blueprint, stage.layers[place]
         inert, again = place < stage.without_backward, place < stage.recomputed
         # Layers with frozen parameters differ, even if they are of one kind.
-        alike = number if blueprint.frozen else LayerKind.of(blueprint.model, number)
+        alike = number if blueprint.frozen else self.kinds[number]
         if (alike, inert, again) not in self._wanted:
             run = _inert(blueprint) if inert else blueprint
             made = WantedTrace.of(run, number, recomputed=inert or again)

@@ -115,7 +115,7 @@ def least_memory(
 
     `tell` is called with messages about the progress. `load`: see `memory_of`.
     """
-    least = np.array([surely_needed(config, choice) for choice in choices])
+    least = np.array([surely_needed(planned(configure(config, choice))) for choice in choices])
     known = np.full(len(choices), math.inf)
     for done, i in enumerate(np.argsort(least, kind="stable").tolist()):
         if known.min() <= least[i]:
@@ -127,12 +127,11 @@ def least_memory(
     return first, float(known[first])
 
 
-def surely_needed(config: Config, choice: LayoutChoice) -> float:
-    """Returns bytes that the first rank of a layout needs at least, which needs no trace.
+def surely_needed(blueprint: Blueprint) -> float:
+    """Returns bytes that the first rank of a pipeline needs at least, found without a trace.
 
     They are its states and the results of all layers of the micro-batches in flight.
     """
-    blueprint = planned(configure(config, choice))
     rank = PipelineRank(blueprint, 0)
     kept = [
         rank.stream * max(0, len(stage.layers) - max(stage.without_backward, stage.offloaded))
@@ -179,11 +178,12 @@ def bounded(
             break
         choice = priced.choices[i]
         if math.isnan(memory[i]):
-            if surely_needed(config, choice) + reserve > most:
+            blueprint = planned(configure(config, choice))
+            if surely_needed(blueprint) + reserve > most:
                 continue
             if tell is not None:
                 tell(f"layout {done} of {len(priced.choices)}")
-            memory[i] = memory_of(config, choice, load) + reserve
+            memory[i] = peak_stage(loaded(blueprint, load))[1].total + reserve
         if memory[i] <= most:
             risked = float(seconds[i]) * (TIGHT if memory[i] > NEARLY_FULL * most else 1.0)
             found[choice.row] = min(risked, found.get(choice.row, math.inf))

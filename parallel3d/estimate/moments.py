@@ -18,7 +18,6 @@ from parallel3d.blueprint.buckets import PIECE
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
-from parallel3d.models.declared import LayerKind
 from parallel3d.schedules.actions import Kind
 
 FP32 = 4  # bytes per element of gradients during their reduction
@@ -91,7 +90,7 @@ class _Moments:
             zip(stage.layers, self.layers.of_stage(rank, stage), strict=True)
         ):
             stays = memory.kept - memory.large * (i < away)
-            experts, others = rank.numels[LayerKind.of(rank.blueprint.model, number)]
+            experts, others = rank.numels[self.layers.kinds[number]]
             frozen = rank.frozen_numel(range(number, number + 1))
             trained = experts - frozen[0], others - frozen[1]
             numels = experts + others, experts, sum(trained), trained[0]
