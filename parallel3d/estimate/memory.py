@@ -38,7 +38,7 @@ from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import SLAB_BYTES
 
-MARGIN = 0.05  # share of activations and temporary tensors that is added for uncounted tensors
+MARGIN = 0.04  # share of activations and temporary tensors that is added for uncounted tensors
 
 
 class RankMemory(NamedTuple):

@@ -272,8 +272,9 @@ class _Moments:
         if rank.accumulates:
             return float(FP32 * (sum(p.trained for p in places) + self._completed(stage)))
         if rank.fully_sharded and not self.once and len(rank.stages) == 1:
-            last = max((p.trained for p in places), default=0)
-            return float(FP32 * (self._completed(stage) or last))
+            last, ends = max((p.trained for p in places), default=0), self._completed(stage)
+            # With a frozen table, embedding and head are not always the last to be reduced.
+            return float(FP32 * (max(last, ends) if rank.blueprint.frozen else ends or last))
         return 0.0
 
     def _reduction(self, chunk: int) -> dict[str, float]:
