@@ -428,13 +428,13 @@ class Checkpoints:
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
         """Loads a checkpoint on every rank; if it is damaged, sets it aside and returns None."""
 
-        def read() -> tuple[Manifest, TextComparison, hook_states.Restored]:
+        def read() -> tuple[Manifest, TextComparison, hook_states.RestoredStates]:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None and manifest.step:
                 of_optimizer = trainer.optimizer.refusal(manifest.progress, manifest.config)
                 compared = compared if of_optimizer is None else TextComparison(of_optimizer)
-            of_hooks = hook_states.Restored.of(manifest, self.hooks, self.device)
+            of_hooks = hook_states.RestoredStates.of(manifest, self.hooks, self.device)
             if compared.refusal is None:
                 read_state(folder, _to_read(trainer, manifest) | of_hooks.state)
             return manifest, compared, of_hooks

@@ -32,7 +32,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Collected:
+class SavedStates:
     """The states of all hooks at a save.
 
     Attributes:
@@ -51,14 +51,14 @@ def collect(
     share: Callable[[Any], list[Any]],
     rank: int,
     device: torch.device,
-) -> Collected:
+) -> SavedStates:
     """Asks the hooks for their states; collective over the ranks of `share`.
 
     The first rank that holds an entry writes it. Raises UserError on every rank for a value that a
     checkpoint cannot hold, and for an entry that differs between the ranks that hold it.
     """
     if not hooks:
-        return Collected()
+        return SavedStates()
     mine = {name: dict(hook.state_dict()) for name, hook in hooks.items()}
     facts: dict[str, dict[str, Any]] = {}
     refused = None
@@ -110,11 +110,11 @@ def collect(
             # A copy, because the hook may change its tensor while the file is written.
             flat = mine[name][key].detach().to(device, copy=True).reshape(-1)
             state[_stored(name, key)] = TensorChunks.whole(flat)
-    return Collected(state, {HOOKS: progress}, elements)
+    return SavedStates(state, {HOOKS: progress}, elements)
 
 
 @dataclass
-class Restored:
+class RestoredStates:
     """The states of a checkpoint, to be read; `state` is what `read_state` fills."""
 
     there: dict[str, Any]
@@ -123,7 +123,7 @@ class Restored:
     @classmethod
     def of(
         cls, manifest: Manifest, hooks: Mapping[str, Stateful], device: torch.device
-    ) -> Restored:
+    ) -> RestoredStates:
         """Makes room for the tensors of those hooks that the run has.
 
         Raises DamagedCheckpoint if the files cannot hold them.

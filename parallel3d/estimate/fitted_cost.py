@@ -160,7 +160,7 @@ class PricedProduct(NamedTuple):
         return self.inputs * self.outputs * self.matrices
 
 
-class Moved(NamedTuple):
+class ElementwiseBytes(NamedTuple):
     """Bytes per token that element-wise operations of a layer read and write."""
 
     forward: Any
@@ -344,7 +344,7 @@ class StepWork:
         """Returns 1 in rows that repeat attention in the backward, else 0."""
         return np.maximum(self.recompute_attention, self.recompute_layer)
 
-    def moved(self, c: Constants) -> Moved:
+    def moved(self, c: Constants) -> ElementwiseBytes:
         """Returns the bytes of all operations of a layer but its products and attention.
 
         What products read and write, other operations read and write too: norms, activations,
@@ -367,7 +367,7 @@ class StepWork:
         again = again + within * np.maximum(activation, self.recompute_mlp)
         again = np.where(self.recompute_layer > 0, REPEATED * FORWARD * every, again)
         item = self.item
-        return Moved(FORWARD * item * every, BACKWARD * item * every, item * again)
+        return ElementwiseBytes(FORWARD * item * every, BACKWARD * item * every, item * again)
 
     def casts(self, of: PricedProduct, c: Constants, rows: Any) -> tuple[Any, Any]:
         """Returns the seconds that casts of a GEMM's operands add to forward and backward."""

@@ -77,7 +77,7 @@ class AttentionCalls:
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveCalls:
     """Equal collectives over a group of `ranks` ranks.
 
     Attributes:
@@ -94,7 +94,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Other:
+class OperatorCalls:
     """Equal calls of an operator that multiplies no matrices.
 
     Attributes:
@@ -123,8 +123,8 @@ class Pass:
 
     products: tuple[MatrixProducts, ...] = ()
     attentions: tuple[AttentionCalls, ...] = ()
-    sent: tuple[Sent, ...] = ()
-    others: tuple[Other, ...] = ()
+    sent: tuple[CollectiveCalls, ...] = ()
+    others: tuple[OperatorCalls, ...] = ()
     waits: int = 0
     peak: float = 0.0
     peak_of_rest: float = 0.0
@@ -284,8 +284,8 @@ def _attention(
 _MAKERS: Mapping[str, Callable[..., Any]] = {
     "product": _product,
     "attention": _attention,
-    "sent": Sent,
-    "other": Other,
+    "sent": CollectiveCalls,
+    "other": OperatorCalls,
 }
 
 PASSES = ("forward", "backward", "inputs", "weights")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel3d.checkpoint.hook_states import Collected, Restored, collect, notes
+from parallel3d.checkpoint.hook_states import RestoredStates, SavedStates, collect, notes
 from parallel3d.checkpoint.manifest import COUNTS, DamagedCheckpoint, Manifest, read_manifest
 from parallel3d.checkpoint.saver import complete, write_part
 from parallel3d.checkpoint.storage import read_state
@@ -30,7 +30,7 @@ class Keeps:
         self.state = dict(state)
 
 
-def on_ranks(*states: dict[str, Any]) -> list[Collected]:
+def on_ranks(*states: dict[str, Any]) -> list[SavedStates]:
     """Returns what the ranks collect of a hook that has one of these states on each."""
     told: list[Any] = []
 
@@ -60,7 +60,7 @@ def test_every_rank_reads_the_entries_of_all_ranks(tmp_path: Path) -> None:
     progress = {**dict.fromkeys(COUNTS, 0), "steps": 4, "loss_scale": 1.0, **ranks[0].progress}
     folder = complete(part, Manifest(4, progress, {}, {}, "", {}, ()), [f for f in files if f])
     hook = Keeps()
-    restored = Restored.of(read_manifest(folder), {"probe": hook}, CPU)
+    restored = RestoredStates.of(read_manifest(folder), {"probe": hook}, CPU)
     read_state(folder, restored.state)
     restored.give({"probe": hook}, CPU)
     wanted = first | second
@@ -103,4 +103,4 @@ def test_a_shape_beyond_the_files_is_damage_and_takes_no_memory() -> None:
     entry = {"values": {}, "tensors": {"mean": ["F32", [1 << 40]]}}
     manifest = SimpleNamespace(progress={"hooks": {"probe": entry}}, step=4, size=100)
     with pytest.raises(DamagedCheckpoint, match="names a state"):
-        Restored.of(manifest, {"probe": Keeps()}, CPU)
+        RestoredStates.of(manifest, {"probe": Keeps()}, CPU)
