@@ -23,7 +23,7 @@ from parallel3d.estimate.fitted_cost import (
     FAMILIES,
     FILE,
     Constants,
-    Moved,
+    ElementwiseBytes,
     Number,
     PricedProduct,
     StepWork,
@@ -157,13 +157,13 @@ class PublishedRun(StepWork):
     def attention_backward(self) -> Any:
         return np.where(self.flash > 0, super().attention_backward, 2.0)
 
-    def moved(self, c: Constants) -> Moved:
+    def moved(self, c: Constants) -> ElementwiseBytes:
         """Returns the bytes per token of a backward that moves twice as much as the forward."""
         each = [self._moved(op, c) for op in self.ops if op.kind == "elementwise"]
         again = (self._repeats(op) for op in self.ops if op.kind == "elementwise")
         forward = sum(each)
         repeated = sum(flag * of for flag, of in zip(again, each, strict=True))
-        return Moved(forward, 2 * forward, repeated)
+        return ElementwiseBytes(forward, 2 * forward, repeated)
 
     def _moved(self, op: Op, c: Constants) -> Any:
         """Returns the bytes per token of an operation; residual sums also move dropout's masks."""

@@ -961,7 +961,8 @@ def expert_parameters(work: StepWork) -> Any:
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     """Returns a layer's seconds, including the communication of zero=3.
 
-    zero=3 gathers the parameters twice and reduces the gradients once, overlapped with compute.
+    zero=3 gathers the parameters twice and reduces the gradients once, overlapped with compute if
+    reductions of gradients overlap.
     `each`: seconds of the layer without this communication, returned in rows without zero=3.
     """
     ranks, stride = work.dp * work.cp, work.tp
@@ -972,7 +973,8 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
         rings = latency(work, c, work.edp, work.ep, work.edp - 1)
         ring = ring + rings * np.where(work.edp > 1, 1.0, 0.0)
     wire = 3 * (one + ring * work.software(c, "dp_messages"))
-    both = smooth_max(each, wire * c["fsdp.contention"])
+    hidden = smooth_max(each, wire * c["fsdp.contention"])
+    both = np.where(work.overlap_dp > 0, hidden, each + wire)
     return np.where(work.zero >= 3, both, each)
 
 

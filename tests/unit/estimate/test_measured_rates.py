@@ -146,6 +146,19 @@ def test_ranks_on_shared_cores_have_a_share_of_them(tmp_path: Path) -> None:
     assert gpus["peak"] == 700e12 and gpus["gpus_per_node"] == 8 and gpus["overlap_tp"] == 1
 
 
+def test_parameters_that_zero_3_gathers_are_not_hidden_on_shared_cores(tmp_path: Path) -> None:
+    """A layout on a laptop must not look faster because each rank keeps less."""
+    made = config(tmp_path, machine())
+    none, three = (
+        float(step(work(made, choice(dp=2, zero=zero)), constants_of(made)).compute[0])
+        for zero in (0, 3)
+    )
+    gathers = machine().groups["all_gather"][2]
+    layers = 64 / 2 * 8  # of the micro-batches of a rank
+    least = layers * 3 * gathers.seconds("all_gather", 2, 4 * 8 * 1024**2)
+    assert three - none > least
+
+
 def test_hidden_states_of_fp32_are_twice_as_many_bytes(tmp_path: Path) -> None:
     seconds = []
     for type in ("bf16", "fp32"):
