@@ -164,6 +164,7 @@ def test_a_laptop_is_one_domain_for_any_number_of_ranks():
         assert (made.nodes, made.size, np_count(made.domain)) == (1, ranks, 1)
 
 
+@pytest.mark.slow
 def test_overrides_reach_the_cluster():
     made = cluster_from_config(preset("dgx_h100", "nodes=3", "oversubscription=4"))
     assert made.nodes == 3
@@ -184,6 +185,7 @@ def test_rails_and_domains_by_local_index():
     assert box.domain.tolist() == [0, 0, 1, 0, 2, 2, 3, 2]
 
 
+@pytest.mark.slow
 def test_a_cluster_is_made_without_torch():
     code = (
         "import sys; from parallel3d.blueprint.keys import ClusterConfig;"

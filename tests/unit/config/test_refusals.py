@@ -29,6 +29,7 @@ def refusal(values: dict[str, Any], world_size: int | None) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_every_refusal_names_its_settings() -> None:
     silent = {}
     for row in ROWS:

@@ -103,7 +103,7 @@ def test_a_rank_gets_exactly_the_keys_that_its_queries_see(first: int) -> None:
 @pytest.mark.parametrize("kernel", [AUTO, MATH])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_attention_through_a_window_is_that_of_a_mask(window: int, kernel: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         starts = random_starts(2, 37, seed)
         generator = torch.Generator().manual_seed(seed)
 

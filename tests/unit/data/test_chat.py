@@ -232,6 +232,7 @@ def test_every_assistant_turn_is_learned_once_an_epoch(tmp_path: Path, packing: 
     assert learned == expected, "the labels of all that is learned are what the assistant said"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
 @pytest.mark.parametrize("typed", [None, False, True])
 def test_packed_conversations_do_not_see_each_other_unless_asked(
@@ -259,6 +260,7 @@ def test_an_epoch_of_padded_conversations_has_one_sample_each(tmp_path: Path) ->
     assert first == second and len(first) == train.windows
 
 
+@pytest.mark.slow
 def test_another_template_or_row_has_another_fingerprint(tmp_path: Path) -> None:
     first = open_corpus(data(tmp_path, ROWS), 200).fingerprint
     assert open_corpus(data(tmp_path, ROWS), 200).fingerprint == first
@@ -358,6 +360,7 @@ def test_rows_may_be_packed_files(tmp_path: Path) -> None:
     assert open_corpus(given, 200).fingerprint == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "bad", "words"),
     [

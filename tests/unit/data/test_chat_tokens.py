@@ -275,6 +275,7 @@ def spelling(path: Path, kind: str, rows: int, seed: int) -> None:
 KEPT = [kind for kind in KINDS if kind != "unigram"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KEPT)
 def test_special_tokens_that_messages_spell_out_are_text(tmp_path: Path, kind: str) -> None:
     spelling(tmp_path, kind, rows=6, seed=2)

@@ -75,6 +75,7 @@ def test_every_layout_reads_the_same_samples_in_the_same_order(source: SampleSou
             assert all(map(torch.equal, found, expected)), (dp, size, first)
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_its_layout_at_every_step_reads_the_same_samples(
     source: SampleSource,
 ) -> None:

@@ -151,6 +151,7 @@ def test_an_index_that_became_inconsistent_ends_the_run(data: DataConfig, part: 
     assert "does not match its .bin" in compare(corpus.watched, there).refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [".bin", ".idx"])
 @pytest.mark.parametrize("change", ["places", "shorter", "longer"])
 def test_a_pair_with_other_content_ends_the_run(data: DataConfig, end: str, change: str) -> None:
@@ -211,6 +212,7 @@ def packs(tmp_path: Path) -> DataConfig:
     return data_of(tmp_path, packing="best_fit", cut_documents=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "end"),
     [(text, "bin"), (packed_text, "bin"), (packed_text, "idx"), (packs, "packs")],

@@ -663,6 +663,7 @@ def test_a_file_that_changes_between_check_and_read_is_refused(tmp_path: Path) -
         list(cut(inputs))
 
 
+@pytest.mark.slow
 def test_bad_documents_of_a_folder_are_left_out_up_to_a_share(tmp_path: Path) -> None:
     root = write(tmp_path / "in", {f"{k}.txt": TXT for k in range(150)} | {"x.txt": LATIN})
     data = DataConfig(name="text", path=str(root), cache_dir=str(tmp_path / ".c"))

@@ -243,6 +243,7 @@ def make_run(runs: Path, name: str, **keys: object) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_may_start_over_with_any_keys(tmp_path: Path) -> None:
     config = make_run(tmp_path, "a")
     other = check_config(with_values(config, {"seed": 9, "model.num_layers": 3}))
@@ -290,6 +291,7 @@ def test_a_copied_run_has_the_name_of_its_folder() -> None:
     assert config.run == "b" and line is not None and line.startswith("run=b: values kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -319,6 +321,7 @@ def test_removed_keys_of_an_old_configuration_are_left_out(
     assert said is None or str(line).startswith("run=a: keys that this version no longer has ")
 
 
+@pytest.mark.slow
 def test_the_last_start_is_the_last_one_that_reached_a_step(tmp_path: Path) -> None:
     """A refused start has left a newer configuration."""
     config = make_run(tmp_path, "a")

@@ -68,6 +68,7 @@ def test_every_text_key_keeps_its_word_in_a_round_trip(first: int, tmp_path: Pat
         assert {name: attrgetter(name)(config) for name in words} == words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run", "data.path"])
 def test_a_sweep_keeps_the_given_words(name: str) -> None:
     words = WORDS[::9]

@@ -160,6 +160,7 @@ def played_cuda(count: int, monkeypatch: pytest.MonkeyPatch):
     return module
 
 
+@pytest.mark.slow
 def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of_rank("cpu", 3) == "cpu"
     assert device_of_rank("simulated", 9) == "simulated:1"

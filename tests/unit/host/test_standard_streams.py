@@ -67,6 +67,7 @@ def test_a_lost_terminal_does_not_end_the_run(tmp_path: Path) -> None:
     assert "Input/output error" in ends[""]  # without it, the run fails
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "close", "redirect"),
     [

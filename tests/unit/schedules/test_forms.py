@@ -40,6 +40,7 @@ def test_loops_and_vs_hold_each_stage_once() -> None:
         assert assignment.neighbour(*assignment.places[-1], 1) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_every_schedule_is_valid_at_any_size(name: str) -> None:
     for ranks, chunks in product((1, 2, 3, 4, 7), chunks_of(name)):

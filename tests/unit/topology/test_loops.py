@@ -125,6 +125,7 @@ def report_and_text(name: str, vpp: int) -> tuple[TopologyReport, str]:
     return report, out.getvalue()
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_bytes_of_a_pipeline_with_chunks() -> None:
     once, _ = report_and_text("1f1b", 1)
     for name, boundaries in (("interleaved", 3 * 2 + 1), ("zbv", 2 * 3)):
