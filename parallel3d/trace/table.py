@@ -14,7 +14,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from parallel3d.blueprint.blueprint import Blueprint
@@ -23,7 +22,7 @@ from parallel3d.models.declared import LayerKind, layer_kinds
 from parallel3d.models.keys import ModelConfig
 from parallel3d.trace.child import RecordingProcess
 from parallel3d.trace.layer_trace import LayerTrace
-from parallel3d.trace.wanted import WantedTrace
+from parallel3d.trace.wanted import WantedTrace, digest_of
 from parallel3d.versions import installed
 
 LARGEST = 1 << 24  # bytes of a file that is read
@@ -149,8 +148,7 @@ def layer_traces(blueprint: Blueprint) -> dict[LayerKind, tuple[LayerTrace, Laye
 
 
 def _digest_of(model: ModelConfig) -> str:
-    facts = asdict(model), _digest_of_package(), installed("torch")
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return digest_of([model, _digest_of_package(), installed("torch")])[:32]
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel3d.blueprint.blueprint import Blueprint
@@ -14,6 +14,12 @@ from parallel3d.blueprint.dispatch import most_load
 from parallel3d.blueprint.layout import Layout
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.repeats import NOTHING
+
+
+def digest_of(facts: Any) -> str:
+    """Returns a digest of dataclasses, and of what JSON can hold."""
+    text = json.dumps(facts, sort_keys=True, default=vars)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +71,16 @@ class WantedTrace:
     def key(self) -> str:
         """A digest of all that the trace depends on, but for the versions of the software."""
         run, kind = self.blueprint, LayerKind.of(self.blueprint.model, self.layer)
-        settings = asdict(run.layer)
+        settings = dict(vars(run.layer))
         if not self.recomputed:
-            settings |= {"repeats": asdict(NOTHING), "mlp_chunks": 1}
+            settings |= {"repeats": NOTHING, "mlp_chunks": 1}
         if run.layout.cp == 1:
             settings |= {"cp_style": "", "cp_balance": False}
         if run.layout.ep <= 1:
             settings["dispatch"] = ""
         prefix = f"layers.{self.layer}."
         facts: dict[str, Any] = {
-            "model": asdict(run.model),
+            "model": run.model,
             "kind": kind,
             "sizes": (run.layout.tp, run.layout.cp, run.layout.ep, run.local_seq_length),
             "settings": settings,
@@ -87,7 +93,7 @@ class WantedTrace:
             "sharded": self.sharded,
             "defers": self.defers,
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return digest_of(facts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WantedTrace) and other.key == self.key
