@@ -103,6 +103,7 @@ class Restarts:
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # waiting ranks check once a second whether their peers are alive
 POLL_S = 0.1
+FORK_TRIAL_S = 10.0  # a computation of milliseconds
 SIGNALS = (*STOPPING, signal.SIGQUIT)
 FORK = multiprocessing.get_context("fork")
 
@@ -286,7 +287,7 @@ def run_here(
         if config.world_size == 1 and not in_sweep:
             return run_alone(app, config, run_dir, device.kind, work)
         return run_local_workers(app, config, run_dir, device.kind, work)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, UserError):
         discard_unused(run_dir)
         raise
 
@@ -308,6 +309,8 @@ def run_local_workers(
         # Signals are blocked until torch's C++ is imported.
         with blocked_signals(), nothing_collected():
             importlib.import_module(APPS[app][0])
+        if work is not None:  # a script's own code has run in this process
+            check_can_fork(kind, wanted)
         gc.freeze()  # collections would write to pages that are shared with the ranks
         launcher = os.getpid()
 
@@ -332,6 +335,42 @@ def run_local_workers(
     if ranks.asked is not None:  # SystemExit also ends a sweep
         raise SystemExit(code_of_stop(ranks.asked != signal.SIGINT))
     return 0
+
+
+def check_can_fork(kind: str, wanted: dict[str, str]) -> None:
+    """Raises UserError if ranks that are forked from this process could not compute.
+
+    A forked process has neither the GPU's context of its parent nor the threads of its pools. A
+    child tries a computation, since no library tells whether its pool has threads; without them it
+    would wait for ever.
+    """
+    import torch
+
+    from parallel3d.device.accelerator import is_accelerator, module
+
+    fork_remedy = "do this in a hook's before_run, or start the script by torchrun"
+    device = torch.device(kind)
+    if is_accelerator(device) and module(device).is_initialized():
+        raise UserError(
+            f"the script has used {kind} before fit(), so its ranks could not be forked; "
+            f"{fork_remedy}"
+        )
+
+    def compute() -> None:
+        _set_threads(wanted)
+        torch.ones(1 << 18).exp_()
+        os._exit(0)
+
+    child = FORK.Process(target=compute, daemon=True)
+    child.start()
+    child.join(FORK_TRIAL_S)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+        raise UserError(
+            "the script has computed with large tensors before fit(), so its ranks could not be "
+            f"forked; {fork_remedy}"
+        )
 
 
 def _rank_environment(port: int, rank: int, world_size: int, starts: int) -> dict[str, str]:

@@ -301,3 +301,22 @@ def test_the_example_logs_the_same_figures_on_one_rank_and_on_four(shell: Shell)
     ]
     for one, four in zip(*found, strict=True):
         assert four == pytest.approx(one, rel=1e-9)
+
+
+def test_a_script_that_has_computed_before_its_ranks_are_forked_is_refused(shell: Shell) -> None:
+    """OpenMP's threads are not forked, and a rank would wait for them."""
+    computes = """
+import torch
+from parallel3d.run import local_workers
+
+local_workers.FORK_TRIAL_S = 3
+torch.set_num_threads(2)
+torch.randn(1 << 20).exp()
+"""
+    words = (*shell.text(), "run=r", "dp=2", "train.eval_every=0")
+    shell.environ["OMP_NUM_THREADS"] = "2"
+    ended = run_forked(shell, "-c", computes + SCRIPT, *words)
+    assert ended.code == 2
+    assert "the script has computed with large tensors before fit()" in ended.err
+    assert "Traceback" not in ended.err
+    assert not (shell.cwd / "runs" / "r").exists()
