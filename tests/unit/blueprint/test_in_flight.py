@@ -8,6 +8,7 @@ from benchmarks.planner.plan_dryrun import configured
 from parallel3d.blueprint.in_flight import enough_microbatches, states_of
 from parallel3d.resolve import blueprint_of
 from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.messages import SENDS, peak_unread
 from parallel3d.schedules.schedule import make
 
 PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
@@ -36,3 +37,19 @@ def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
     seen = states_of(blueprint, 0, 64).items()
     counted = [(s.live + s.deferred).sum(axis=1).max() + (kind == Kind.F) for (kind, _), s in seen]
     assert max(counted) == most
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+def test_messages_hold_their_tensors_from_the_send_and_until_they_are_read(name: str) -> None:
+    vpp = 1 if name == "1f1b" else 2
+    made = make(name, 4, 16, vpp)
+    peaks = peak_unread(made.program(), made.assignment)
+    blueprint = blueprint_of(configured(PIPELINE | {"schedule": name, "vpp": vpp}))
+    for rank in range(4):
+        seen = states_of(blueprint, rank).values()
+        most = max(s.in_flight.max() for s in seen)
+        received = sum(peak for (_, reader), peak in peaks.items() if reader == rank)
+        # The executor waits for the oldest send only when there is another one.
+        assert SENDS < most <= SENDS + 1 + received
+        handed = max(s.handed.max() for s in seen)
+        assert handed == (name == "zbv" and rank == 3)  # it has both stages at the turn of the V
