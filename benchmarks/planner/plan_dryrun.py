@@ -254,7 +254,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--random", type=int, default=60, metavar="N", help="cases to draw")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--below", type=float, default=3.0, help="limit of memory, per cent")
+    parser.add_argument("--below", type=float, default=1.0, help="limit of memory, per cent")
     parser.add_argument("--above", type=float, default=12.0, help="limit of memory, per cent")
     parser.add_argument("--case", action="append", default=[], help="run one case, given as JSON")
     parser.add_argument("--json", help="file for the cases beyond the limits, a JSON line each")

@@ -319,6 +319,10 @@ class _Moments:
             shared = stage.first or (rank.first and rank.table.tied)
             freed = self.table if several and shared else 0.0
             ends += input + max(0.0, input / rank.replicas - freed)
+        if places and stage.first and stage.last and rank.table.tied:
+            # Autograd adds the embedding's gradient to the head's, during the last reduction.
+            added = rank.stream + more - self.states + 2 * self.table + self._gathered_with(0)
+            ends = max(ends, added + sums * FP32 * places[0].trained)
         return found | {ENDS: ends}
 
 
