@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
+from parallel3d.trace import table
 from parallel3d.trace.layer_trace import (
     LayerRecord,
     LayerTrace,
@@ -26,12 +29,15 @@ from parallel3d.trace.table import TraceTable
 from parallel3d.trace.wanted import WantedTrace
 
 
-def wanted(sequences: int = 1, layer: int = 1, recomputed: bool = False, **keys: Any) -> Any:
+def wanted(
+    sequences: int = 1, layer: int = 1, recomputed: bool = False, load: float = 1.0, **keys: Any
+) -> WantedTrace:
     config = Config(model=ModelConfig(num_layers=4, **keys.pop("model", {})))
     config.micro_batch_size = sequences
     for key, value in keys.items():
-        setattr(config, key, value)
-    return WantedTrace.of(blueprint_of(config), layer, recomputed)
+        *sections, last = key.split(".")
+        setattr(functools.reduce(getattr, sections, config), last, value)
+    return WantedTrace.of(replace(blueprint_of(config), load=load), layer, recomputed)
 
 
 def record_of(size: float) -> LayerRecord:
@@ -66,6 +72,14 @@ def test_a_trace_is_recorded_once_for_all_numbers_of_sequences_on_its_line(tmp_p
     assert sorted(recorder.asked) in ([1, 2], [1, 3], [1, 8])
     table.traces([wanted(n) for n in (1, 16)])
     assert len(recorder.asked) == 2
+
+
+def test_a_line_through_several_sequences_does_not_cover_one() -> None:
+    recorder = Recorder()
+    some = TraceTable(None, recorder)
+    for sequences in (4, 1, 1, 2):
+        some.traces([wanted(sequences)])
+    assert recorder.asked == [4, 1]
 
 
 def test_without_a_line_each_number_of_sequences_is_recorded(tmp_path: Path) -> None:
@@ -119,15 +133,30 @@ def test_a_new_folder_removes_those_that_are_unused_for_a_month(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "recent"]
 
 
+WINDOWS = {"layer_types": ["sliding", "full"], "sliding_window": 8}
+EXPERTS = {"num_experts": 4}
 DIFFERENT: list[dict[str, Any]] = [
+    {},
     {"tp": 2},
     {"tp": 2, "sp": True},
     {"cp": 2},
+    {"cp": 2, "context_parallel.style": "ring"},
     {"recompute": "full", "recomputed": True},
     {"recompute": "attention", "recomputed": True},
     {"zero": 2, "dp": 2},
-    {"layer": 0, "model": {"layer_types": ["sliding", "full"], "sliding_window": 8}},
-    {"model": {"num_experts": 4}},
+    {"pp": 2, "schedule.name": "zb_h1"},
+    {"precision.name": "bf16"},
+    {"layer": 0, "model": WINDOWS},
+    {"layer": 1, "model": WINDOWS},
+    {"optim.freeze": ["layers.1.attention.*"]},
+    {"optim.freeze": ["embedding.*", "layers.0.*"]},
+    {"model": EXPERTS},
+    {"model": EXPERTS, "moe.aux_loss": 0.01},
+    {"model": EXPERTS, "moe.z_loss": 0.01},
+    {"model": EXPERTS, "dp": 4, "ep": 2},
+    {"model": EXPERTS, "dp": 4, "ep": 2, "load": 1.5},
+    {"model": EXPERTS, "dp": 4, "ep": 2, "moe.dispatch": "all_to_all"},
+    {"model": EXPERTS, "dp": 4, "ep": 4},
 ]
 SAME: list[dict[str, Any]] = [
     {"pp": 2},
@@ -137,17 +166,46 @@ SAME: list[dict[str, Any]] = [
     {"layer": 3},
     {"sequences": 3},
     {"seed": 7},
+    {"load": 1.5},
+    {"context_parallel.style": "ring"},
+    {"moe.dispatch": "gather"},
+    {"optim.freeze": ["layers.2.*"]},
 ]
 
 
-@pytest.mark.parametrize("keys", DIFFERENT, ids=str)
-def test_what_changes_a_layer_is_another_trace(keys: dict[str, Any]) -> None:
-    assert wanted(**keys).key != wanted().key
+def test_what_changes_a_layer_is_another_trace() -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for keys in DIFFERENT:
+        key = wanted(**keys).key
+        assert key not in found, (keys, found[key])
+        found[key] = keys
 
 
 @pytest.mark.parametrize("keys", SAME, ids=str)
 def test_what_does_not_change_a_layer_is_the_same_trace(keys: dict[str, Any]) -> None:
     assert wanted(**keys).key == wanted().key
+
+
+def test_layers_with_the_same_frozen_parts_have_the_same_trace() -> None:
+    frozen: list[dict[str, Any]] = [{"optim.freeze": [f"layers.{i}.mlp.*"]} for i in (1, 2)]
+    first, second = (wanted(layer=i, **keys).key for i, keys in enumerate(frozen, 1))
+    assert first == second != wanted().key
+
+
+def test_another_model_package_or_torch_has_traces_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = {table.table_of(ModelConfig(num_layers=n)).folder for n in (71, 72)}
+    for name, other in (("_digest_of_package", lambda: ""), ("installed", lambda _: "0")):
+        with monkeypatch.context() as patched:
+            patched.setattr(table, name, other)
+            found.add(table.table_of(ModelConfig(num_layers=71)).folder)
+    assert len(found) == 4
+
+
+def test_a_line_goes_through_the_two_sizes_that_are_recorded() -> None:
+    assert [Line.through(5, 9).at(n) for n in (2, 3, 4, 8)] == [5, 7, 9, 17]
 
 
 def test_the_highest_lines_have_the_same_maximum_everywhere() -> None:
