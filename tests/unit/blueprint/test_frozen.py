@@ -3,19 +3,24 @@ shares."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from parallel3d.blueprint.parameters import (
+    TABLE,
+    active_parameter_count,
     first_trained,
+    fixed_states,
     frozen_parameters,
+    parameter_count,
     stage_parameters,
     tensors_by_parameter,
     trained_shares,
 )
 from parallel3d.blueprint.rank import PipelineRank, buckets_of
-from parallel3d.models.declared import full_shapes_of
+from parallel3d.models.declared import parameter_shapes_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.resolve import blueprint_of
@@ -29,7 +34,7 @@ QWEN3: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = QWEN3 | {
     "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": [1],
-    "shared_expert_size": 16, "shared_expert_gate": True, "bias": False,
+    "shared_expert_size": 16, "shared_expert_gate": True, "bias": False, "router_bias": True,
 }  # fmt: skip
 MODELS = [GPT, QWEN3, QWEN3 | {"qk_norm_width": "full", "tie_embeddings": True}, EXPERTS]
 
@@ -44,7 +49,29 @@ def test_parameters_of_ranks_hold_each_tensor_once(keys: dict[str, Any]) -> None
     held = stage_parameters(model, 1, range(model.num_layers), True, True)
     tensors = tensors_by_parameter(model)
     found = [tensor for parameter in held for tensor in tensors[parameter.name]]
-    assert sorted(found) == sorted(full_shapes_of(model))
+    assert sorted(found) == sorted(parameter_shapes_of(model))
+    assert {*tensors} == {parameter.name for parameter in held} | {TABLE}
+
+
+@pytest.mark.parametrize("keys", MODELS)
+def test_parameters_count_once_without_padding_and_active_ones_with_the_chosen_experts(
+    keys: dict[str, Any],
+) -> None:
+    model = model_of(keys)
+    shapes = parameter_shapes_of(model)
+    assert parameter_count(model) == sum(map(math.prod, shapes.values()))
+    unused = {name for n in range(2, 8) for name in shapes if f".experts.{n}." in name}
+    active = sum(math.prod(shape) for name, shape in shapes.items() if name not in unused)
+    assert active_parameter_count(model) == active
+
+
+def test_a_state_is_fixed_if_it_is_frozen_or_learns_at_rate_0() -> None:
+    model = model_of(EXPERTS)
+    states = [f"layers.{n}.mlp.router.bias" for n in (0, 2, 3)]
+    groups = {"layers.2.*": {"lr_mult": 0.0}, "layers.3.*": {"lr_mult": 0.5}}
+    optim = OptimConfig(freeze=["layers.0.*"], groups=groups)
+    assert fixed_states(model, optim) == {*states[:2]}
+    assert fixed_states(model, OptimConfig()) == frozenset()
 
 
 def frozen(keys: dict[str, Any], *patterns: str) -> frozenset[str]:

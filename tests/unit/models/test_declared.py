@@ -61,6 +61,7 @@ def test_a_rank_holds_the_parameters_that_are_declared_in_their_order(
         assert [(p.name, p.numel) for p in whole] == [(n, p.numel()) for n, p in built]
         for local, (name, parameter) in zip(whole, built, strict=True):
             spec = spec_of(parameter)
+            assert local.columns == (parameter.shape[1] if parameter.dim() > 1 else 1), name
             assert {shard.name for shard in spec.shards} <= set(tensors[name])
             assert (local.decays, local.replicated) == (spec.decays, spec.replicated), name
             assert (local.expert, local.muon) == (spec.is_expert, any(s.muon for s in spec.shards))
