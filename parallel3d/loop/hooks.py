@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,18 @@ from parallel3d.trainer import StepResult
 # The first parts of names that the recorder and the loggers give to figures of their own.
 TAKEN = ("train", "speed", "eval", "time", "times", "memory", "valid", "experts", "parts", "hooks")
 METRIC = re.compile(r"[A-Za-z][A-Za-z0-9_.\- ]*(/[A-Za-z0-9_.\- ]+)*")
+
+
+@dataclass
+class LoggedFigures:
+    """The figures that hooks have logged for the next line of metrics.
+
+    Attributes:
+        has_line: whether a line of metrics follows.
+    """
+
+    values: dict[str, float | Tensor] = field(default_factory=dict)
+    has_line: bool = False
 
 
 class Run:
@@ -42,14 +55,13 @@ class Run:
     stages: Sequence[nn.Module]
     run_dir: Path
 
-    def __init__(self, trainer: Trainer, run_dir: Path) -> None:
+    def __init__(self, trainer: Trainer, run_dir: Path, figures: LoggedFigures) -> None:
         """Hooks are given their run; scripts do not make one."""
         self.config, self.groups, self.device = trainer.config, trainer.groups, trainer.device
         self.stages = trainer.stages
         self.run_dir = run_dir
         self._trainer = trainer
-        self._logged: dict[str, float | Tensor] = {}
-        self._logs = False  # whether a line of metrics follows
+        self._figures = figures
 
     @property
     def step(self) -> int:
@@ -73,7 +85,7 @@ class Run:
                 uses, such as "train".
             value: a number, or a tensor with one element.
         """
-        if not self._logs:
+        if not self._figures.has_line:
             raise UserError(
                 f"log({name!r}) has no line of metrics here: call it in before_step, after_step or "
                 "after_evaluation"
@@ -85,7 +97,7 @@ class Run:
                 f"is not {', '.join(TAKEN[:4])} or another of the recorder's; the nearest is "
                 f"probe/{re.sub(r'[^A-Za-z0-9_.]+', '_', name) or 'value'}"
             )
-        self._logged[name] = value
+        self._figures.values[name] = value
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Returns the full tensors by name on rank 0's CPU, and {} on other ranks; collective."""

@@ -11,7 +11,7 @@ from parallel3d.build import Trainer
 from parallel3d.comm.exchange import all_gather_json, check_agreement
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.errors import UserError
-from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.hooks import Hook, LoggedFigures, Run
 from parallel3d.loop.step_hooks import StepHook
 from parallel3d.metrics.jsonl import finite
 from parallel3d.metrics.recorder import evaluation_row
@@ -60,6 +60,7 @@ class UserHooks(StepHook):
 
     def __init__(self, hooks: Sequence[Hook], groups: ProcessGroups, worker: Worker) -> None:
         self.hooks, self.groups, self.worker = list(hooks), groups, worker
+        self.figures = LoggedFigures()
 
     def check_same(self) -> None:
         """Raises UserError on every rank if a rank has other hooks; collective."""
@@ -73,9 +74,9 @@ class UserHooks(StepHook):
 
     def open(self, trainer: Trainer) -> None:
         """Gives the hooks their run."""
-        self._run = Run(trainer, self.worker.run_dir)
+        run = Run(trainer, self.worker.run_dir, self.figures)
         for hook in self.hooks:
-            hook.run = self._run
+            hook.run = run
 
     def before_run(self) -> None:
         """Runs the hooks before the first step."""
@@ -125,8 +126,8 @@ class UserHooks(StepHook):
         """Returns the means of what the ranks have logged since the last call; collective."""
         if not self.hooks:
             return {}
-        mine = {name: float(value) for name, value in self._run._logged.items()}
-        self._run._logged.clear()
+        mine = {name: float(value) for name, value in self.figures.values.items()}
+        self.figures.values.clear()
         found: dict[str, list[float]] = {}
         for theirs in all_gather_json(mine, self.groups.world.handle, self.groups.device):
             for name, value in theirs.items():
@@ -142,9 +143,6 @@ class UserHooks(StepHook):
 
     @contextmanager
     def _logging(self) -> Iterator[None]:
-        if not self.hooks:
-            yield
-            return
-        self._run._logs = True
+        self.figures.has_line = True
         yield  # an error in the block ends the run
-        self._run._logs = False
+        self.figures.has_line = False

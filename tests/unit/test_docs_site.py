@@ -17,7 +17,7 @@ pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Names of readers' files in examples.
-THEIRS = {"page.py", "small.py", "examples/pretrain_gpt_distributed_with_mp.sh"}
+THEIRS = {"my_train.py", "page.py", "small.py", "examples/pretrain_gpt_distributed_with_mp.sh"}
 
 
 @pytest.mark.slow
