@@ -6,10 +6,12 @@ A process that plans may train afterwards, on another device.
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from parallel3d.errors import UserError
 from parallel3d.trace.layer_trace import LayerTrace
@@ -34,7 +36,12 @@ class RecordingProcess:
             )
         if self.child is None:
             words = sys.executable, "-m", "parallel3d.trace.recording_child"
-            self.child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            # The child finds this package wherever a script has found it.
+            paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            self.child = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+            )
         assert self.child.stdin is not None and self.child.stdout is not None
         pickle.dump([*wanted], self.child.stdin)
         self.child.stdin.flush()
