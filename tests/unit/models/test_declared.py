@@ -17,7 +17,7 @@ from parallel3d.models.transformer import Stage
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61,
     "vocab_multiple": 8,
 }  # fmt: skip
