@@ -10,12 +10,18 @@ import torch
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.parameters import stage_parameters, tensors_by_parameter
 from parallel3d.comm.group import Group
-from parallel3d.models.declared import full_shapes_of, full_tensors, states_of
+from parallel3d.models.declared import (
+    full_shapes_of,
+    full_tensors,
+    parameter_shapes_of,
+    states_of,
+)
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
+from tests.reference.model import ReferenceModel
 
 SIZES: dict[str, Any] = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61,
@@ -80,6 +86,15 @@ def test_matrices_decay_and_muon_takes_those_of_layers_but_no_routers(keys: dict
     assert muon == {name for name in of_layers if not name.endswith(".router.weight")}
     biases = {f"layers.{n}.mlp.router.bias" for n in (0, 2)} if model.router_bias else set()
     assert states == biases == {t.name for t in full_tensors(model) if t.wide}
+
+
+@pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
+def test_tensors_have_the_shapes_of_the_reference(keys: dict[str, Any]) -> None:
+    sizes = {"seq_length": 12, "max_position_embeddings": 20, "head_dim": 4, "ffn_hidden_size": 40}
+    model = ModelConfig(**SIZES | sizes | keys)
+    reference = ReferenceModel(model)
+    theirs = {name: tuple(p.shape) for name, p in reference.named_parameters()}
+    assert parameter_shapes_of(model) == theirs
 
 
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
