@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
 from parallel3d.models import declared
-from parallel3d.models.declared import WORD_EMBEDDING, LayerKind
+from parallel3d.models.declared import (
+    WORD_EMBEDDING,
+    KnownModel,
+    LayerKind,
+    kinds_of_layers,
+)
 from parallel3d.models.flops import ALL_TRAINED, TrainedShares
 from parallel3d.models.keys import ModelConfig
 from parallel3d.optim.keys import OptimConfig
@@ -88,25 +94,37 @@ def stage_parameters(
     the list of the head's stage if this stage `borrows_table` from the first stage on the same
     rank.
     """
-    found: list[LocalParameter] = []
+    of, found = KnownModel.of(model), list[LocalParameter]()
     if first:
-        held = placed("embedding", declared.embedding(model))
-        found += [LocalParameter.of(name, tensors, tp) for name, tensors in held.items()]
-    of_kind: dict[LayerKind, list[LocalParameter]] = {}
+        found += _of_embedding(of, tp)
+    kinds = kinds_of_layers(model) if layers else ()
     for number in layers:
-        kind = LayerKind.of(model, number)
-        if kind not in of_kind:
-            of_kind[kind] = [
-                LocalParameter.of(name, tensors, tp, ep)
-                for name, tensors in declared.layer(model, kind).items()
-                if not tensors[0].is_state
-            ]
-        found += [p._replace(name=f"layers.{number}.{p.name}") for p in of_kind[kind]]
+        of_kind = _of_layer(of, kinds[number], tp, ep)
+        found += [p._replace(name=f"layers.{number}.{p.name}") for p in of_kind]
     if last:
-        held = placed("head", declared.head(model))
-        own = (LocalParameter.of(name, tensors, tp) for name, tensors in held.items())
-        found += [p for p in own if not (p.tied and (first or borrows_table))]
+        found += [p for p in _of_head(of, tp) if not (p.tied and (first or borrows_table))]
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _of_embedding(of: KnownModel, tp: int) -> tuple[LocalParameter, ...]:
+    held = placed("embedding", declared.embedding(of.model))
+    return tuple(LocalParameter.of(name, tensors, tp) for name, tensors in held.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_layer(of: KnownModel, kind: LayerKind, tp: int, ep: int) -> tuple[LocalParameter, ...]:
+    return tuple(
+        LocalParameter.of(name, tensors, tp, ep)
+        for name, tensors in declared.layer(of.model, kind).items()
+        if not tensors[0].is_state
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _of_head(of: KnownModel, tp: int) -> tuple[LocalParameter, ...]:
+    held = placed("head", declared.head(of.model))
+    return tuple(LocalParameter.of(name, tensors, tp) for name, tensors in held.items())
 
 
 def tensors_by_parameter(model: ModelConfig) -> dict[str, list[str]]:

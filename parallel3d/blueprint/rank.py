@@ -14,7 +14,7 @@ from parallel3d.blueprint.buckets import (
 )
 from parallel3d.blueprint.parameters import TABLES, LocalParameter, stage_parameters
 from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
-from parallel3d.models.declared import LayerKind, heads_of
+from parallel3d.models.declared import LayerKind, heads_of, kinds_of_layers
 from parallel3d.models.products import Gradients, gradients_of
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -108,7 +108,7 @@ class PipelineRank:
         kinds = self.blueprint.kinds
         if len(kinds) == 1:
             return [LayersOfKind(kinds[0], len(layers), stage.recomputed)]
-        every = [LayerKind.of(model, layer) for layer in layers]
+        every = [*kinds_of_layers(model)[layers.start : layers.stop]]
         again = every[: stage.recomputed]
         return [
             LayersOfKind(kind, every.count(kind), again.count(kind))
@@ -222,7 +222,7 @@ class PipelineRank:
         model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
         for kind in self.blueprint.kinds:
-            layer = next(n for n in range(model.num_layers) if LayerKind.of(model, n) == kind)
+            layer = kinds_of_layers(model).index(kind)
             held = stage_parameters(model, tp, range(layer, layer + 1), False, False, ep=ep)
             of_experts = sum(p.numel for p in held if p.expert)
             found[kind] = of_experts, sum(p.numel for p in held) - of_experts

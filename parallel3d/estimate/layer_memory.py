@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.rank import PipelineRank
-from parallel3d.models.declared import LayerKind
+from parallel3d.models.declared import kinds_of_layers
 from parallel3d.models.repeats import Repeats
 from parallel3d.schedules.messages import OFFLOADED_BYTES
 from parallel3d.trace.layer_trace import LayerPasses
@@ -74,7 +74,7 @@ class LayerMemories:
     def __init__(self, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
         model = blueprint.model
-        self.kinds = [LayerKind.of(model, layer) for layer in range(model.num_layers)]
+        self.kinds = kinds_of_layers(model)
         self._wanted: dict[Hashable, WantedTrace] = {}
         self._found: dict[WantedTrace, LayerMemory] = {}
 

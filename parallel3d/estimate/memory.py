@@ -32,7 +32,7 @@ from parallel3d.estimate.search import (
     planned,
     ranked,
 )
-from parallel3d.models.declared import LayerKind
+from parallel3d.models.declared import kinds_of_layers
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
@@ -272,9 +272,10 @@ def _held(rank: PipelineRank) -> Iterator[tuple[LocalParameter, int]]:
         yield from ((p, 1) for p in rank.parameters)
         return
     yield from ((p, 1) for p in rank.ends)
+    every = kinds_of_layers(rank.blueprint.model)
     for of in rank.kinds:
         layers = (n for stage in rank.stages for n in stage.layers)
-        one = next(n for n in layers if LayerKind.of(rank.blueprint.model, n) == of.kind)
+        one = next(n for n in layers if every[n] == of.kind)
         stage = StageBlueprint.plain(range(one, one + 1))
         yield from ((p, of.layers) for p in rank.held(stage, stage.layers))
 

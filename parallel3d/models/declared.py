@@ -7,9 +7,11 @@ the full tensors that it holds, in the order of `Module.named_parameters()`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parallel3d.models.dialect import Rope
@@ -95,9 +97,32 @@ class LayerKind(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that is known by its text; a search asks for the same facts for each layout."""
+
+    of_class: type[ModelConfig]
+    text: str
+    model: ModelConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> KnownModel:
+        return cls(type(model), repr(model), model)
+
+
+def kinds_of_layers(model: ModelConfig) -> tuple[LayerKind, ...]:
+    """Returns the kind of each layer of the model."""
+    return _kinds(KnownModel.of(model))
+
+
+@functools.lru_cache(maxsize=64)
+def _kinds(of: KnownModel) -> tuple[LayerKind, ...]:
+    return tuple(LayerKind.of(of.model, layer) for layer in range(of.model.num_layers))
+
+
 def layer_kinds(model: ModelConfig) -> dict[LayerKind, int]:
     """Returns the number of layers of each kind in the model, with dense kinds first."""
-    counts = Counter(LayerKind.of(model, layer) for layer in range(model.num_layers))
+    counts = Counter(kinds_of_layers(model))
     return {kind: counts[kind] for kind in sorted(counts, key=lambda kind: kind.experts)}
 
 

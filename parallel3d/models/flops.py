@@ -21,10 +21,15 @@ Conventions of the MFU:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parallel3d.models.declared import ATTENTION, LayerKind, layer_kinds
+from parallel3d.models.declared import (
+    ATTENTION,
+    KnownModel,
+    LayerKind,
+    kinds_of_layers,
+    layer_kinds,
+)
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.products import products_of, repeated_products
 from parallel3d.models.repeats import Repeats
@@ -121,34 +126,25 @@ def layer_flops(
     return flops_of(model, kind, repeats, ep).total(model.seq_length, model.seq_length / 2)
 
 
-@dataclass(frozen=True)
-class _ModelText:
-    """A model that is known by its text, as a search asks for the same costs for each layout."""
-
-    text: str
-    model: ModelConfig = field(compare=False)
-
-
 def layer_costs(model: ModelConfig) -> tuple[float, ...]:
     """Returns `layer_flops` of each layer."""
-    return _layer_costs(_ModelText(repr(model), model))
+    return _layer_costs(KnownModel.of(model))
 
 
 @functools.lru_cache(maxsize=64)
-def _layer_costs(of: _ModelText) -> tuple[float, ...]:
-    model = of.model
-    kinds = [LayerKind.of(model, layer) for layer in range(model.num_layers)]
+def _layer_costs(of: KnownModel) -> tuple[float, ...]:
+    model, kinds = of.model, kinds_of_layers(of.model)
     cost = {kind: layer_flops(model, kind) for kind in dict.fromkeys(kinds)}
     return tuple(cost[kind] for kind in kinds)
 
 
 def repeated_share(model: ModelConfig, repeats: Repeats, ep: int = 1) -> float:
     """Returns the share of the layers' forward FLOPs that the backward repeats."""
-    return _repeated_share(_ModelText(repr(model), model), repeats, ep)
+    return _repeated_share(KnownModel.of(model), repeats, ep)
 
 
 @functools.lru_cache(maxsize=1024)
-def _repeated_share(of: _ModelText, repeats: Repeats, ep: int) -> float:
+def _repeated_share(of: KnownModel, repeats: Repeats, ep: int) -> float:
     again = every = 0.0
     for kind, count in layer_kinds(of.model).items():
         again += count * layer_flops(of.model, kind, repeats, ep)
