@@ -1,4 +1,5 @@
-"""Tests that the FLOPs that follow from declarations are those of the products that layers run."""
+"""Tests that the FLOPs that follow from declarations are those of the products that layers run, and
+one trace by hand."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ GATED = {"num_query_groups": 2, "norm": "rmsnorm", "activation": "swiglu", "bias
 EXPERTS = DENSE | GATED | {"num_experts": 8, "expert_ffn_size": 16, "experts_per_token": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": DENSE,
+    "rope": DENSE | GATED | {"position_embedding": "rope"},
     "after": DENSE | GATED | {"norm_position": "after", "qk_norm": True},
     "sliding": DENSE | GATED | {"layer_types": ["sliding"], "sliding_window": 8},
     "experts": EXPERTS,
@@ -51,6 +53,23 @@ for (name, word, model), trace in zip(cases, record(wanted), strict=True):
         declared += [length * found.products, length * found.total(length, length / 2)]
     backward = passes.backward.product_flops
     print(json.dumps([name, word, traced + [backward], declared + [2 * declared[0]]]))
+
+config = Config(model=ModelConfig(**models["rope"], num_layers=2), device="cuda")
+config.tp, config.sp, config.pp, config.micro_batch_size = 2, True, 2, 1
+config.precision.name, config.schedule.name = "bf16", "zb_h1"
+(trace,) = record([WantedTrace.of(blueprint_of(config), 1, recomputed=False)])
+passes = trace.at(1)
+forward, backward = passes.forward, passes.backward
+print(json.dumps(["split", "", {
+    "live": [forward.live, -passes.weights.live],
+    "left": [sum(passes.kept), sum(passes.deferred)],
+    "shared": passes.shared,
+    "sent": [
+        sorted([e.group, e.op, e.count, e.nbytes] for e in p.sent) for p in (forward, backward)
+    ],
+    "products": [p.product_flops for p in (forward, passes.inputs, passes.weights)],
+    "attention": [sum(a.flops for a in p.attentions) for p in (forward, backward)],
+}, []]))
 """
 
 
@@ -60,6 +79,18 @@ def found() -> dict[tuple[str, str], tuple[list[float], list[float]]]:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return {(name, word): (traced, declared) for name, word, traced, declared in rows}
+
+
+def test_a_layer_of_two_tensor_parallel_ranks_whose_backward_is_split(found) -> None:
+    split, _ = found["split", ""]
+    assert split["live"] == split["left"] and min(split["live"]) > 0
+    assert split["shared"]  # rows of the rotary tables
+    whole = 32 * 64 * 2  # tokens · hidden · bytes
+    gathers, scatters = (["tp", op, 2, whole] for op in ("all_gather", "reduce_scatter"))
+    assert split["sent"] == [[gathers, scatters], [["tp", "all_gather", 4, whole], scatters]]
+    assert len({*split["products"]}) == 1
+    forward, backward = split["attention"]
+    assert backward == 2.5 * forward
 
 
 @pytest.mark.parametrize("name", MODELS)

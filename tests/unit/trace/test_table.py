@@ -208,6 +208,15 @@ def test_a_line_goes_through_the_two_sizes_that_are_recorded() -> None:
     assert [Line.through(5, 9).at(n) for n in (2, 3, 4, 8)] == [5, 7, 9, 17]
 
 
+def test_a_repeated_forward_is_apart_and_the_peak_is_that_of_the_highest_line() -> None:
+    waits = [RecordedEvents(n, "wait", again, (), ()) for n, again in ((2, False), (3, True))]
+    both = PassRecord(tuple(waits), (Line(9, 0), Line(0, 4)), (), Line(1, 1))
+    none = PassRecord((), (), (), Line(0, 0))
+    passes = LayerRecord(none, both, none, none, (), (), ()).at(3)
+    assert (passes.backward.waits, passes.repeated.waits) == (2, 3)
+    assert (passes.backward.peak, passes.backward.live, passes.repeated.peak) == (12, 4, 0)
+
+
 def test_the_highest_lines_have_the_same_maximum_everywhere() -> None:
     lines = [Line(a, b) for a in range(-9, 10, 3) for b in range(-2, 3) if a + 4 * b < 11]
     few = highest(lines)
