@@ -204,6 +204,20 @@ def test_another_model_package_or_torch_has_traces_of_its_own(
     assert len(found) == 4
 
 
+def test_each_kind_has_a_trace_of_its_last_layer_without_and_with_recomputation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def numbered(every: Sequence[WantedTrace]) -> list[LayerTrace]:
+        records = (record_of(each.layer + 10 * each.recomputed) for each in every)
+        return [LayerTrace({1: record}) for record in records]
+
+    made = TraceTable(None, numbered)
+    monkeypatch.setattr(table, "table_of", lambda _: made)
+    found = table.layer_traces(wanted(recompute="full", model=WINDOWS).blueprint)
+    kept = {kind.window: [trace.at(1).kept for trace in pair] for kind, pair in found.items()}
+    assert kept == {8: [(3,), (13,)], None: [(4,), (14,)]}
+
+
 def test_a_line_goes_through_the_two_sizes_that_are_recorded() -> None:
     assert [Line.through(5, 9).at(n) for n in (2, 3, 4, 8)] == [5, 7, 9, 17]
 
