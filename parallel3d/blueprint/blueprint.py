@@ -17,7 +17,7 @@ from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import checked_split, training_costs
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
-from parallel3d.models.declared import LayerKind, layer_kinds
+from parallel3d.models.declared import LayerKind, kinds_of_layers, layer_kinds
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.products import repeats_anything
 from parallel3d.models.repeats import Repeats
@@ -243,6 +243,11 @@ class Blueprint:
         """The layout, with `loops` set to how often the schedule's stages loop over the ranks."""
         shape, chunks = self.assignment.shape, self.assignment.chunks
         return replace(self.layout, loops=1 if shape == "v" else chunks)
+
+    @cached_property
+    def kind_of_layer(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer of the model."""
+        return kinds_of_layers(self.model)
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -13,7 +13,7 @@ from parallel3d.models.declared import (
     WORD_EMBEDDING,
     KnownModel,
     LayerKind,
-    kinds_of_layers,
+    kinds_of_known,
 )
 from parallel3d.models.flops import ALL_TRAINED, TrainedShares
 from parallel3d.models.keys import ModelConfig
@@ -97,7 +97,7 @@ def stage_parameters(
     of, found = KnownModel.of(model), list[LocalParameter]()
     if first:
         found += _of_embedding(of, tp)
-    kinds = kinds_of_layers(model) if layers else ()
+    kinds = kinds_of_known(of) if layers else ()
     for number in layers:
         of_kind = _of_layer(of, kinds[number], tp, ep)
         found += [p._replace(name=f"layers.{number}.{p.name}") for p in of_kind]

@@ -14,7 +14,7 @@ from parallel3d.blueprint.buckets import (
 )
 from parallel3d.blueprint.parameters import TABLES, LocalParameter, stage_parameters
 from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
-from parallel3d.models.declared import LayerKind, heads_of, kinds_of_layers
+from parallel3d.models.declared import LayerKind, heads_of
 from parallel3d.models.products import Gradients, gradients_of
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -104,11 +104,10 @@ class PipelineRank:
 
     def kinds_of(self, stage: StageBlueprint) -> list[LayersOfKind]:
         """Groups the layers of a stage by kind."""
-        model, layers = self.blueprint.model, stage.layers
-        kinds = self.blueprint.kinds
+        layers, kinds = stage.layers, self.blueprint.kinds
         if len(kinds) == 1:
             return [LayersOfKind(kinds[0], len(layers), stage.recomputed)]
-        every = [*kinds_of_layers(model)[layers.start : layers.stop]]
+        every = [*self.blueprint.kind_of_layer[layers.start : layers.stop]]
         again = every[: stage.recomputed]
         return [
             LayersOfKind(kind, every.count(kind), again.count(kind))
@@ -123,7 +122,7 @@ class PipelineRank:
         found: dict[tuple[LayerKind, Gradients], LayersOfKind] = {}
         for stage in self.stages:
             for place, layer in enumerate(stage.layers):
-                key = LayerKind.of(self.blueprint.model, layer), self.gradients(layer)
+                key = self.blueprint.kind_of_layer[layer], self.gradients(layer)
                 kind, count, again = found.get(key, (key[0], 0, 0))
                 repeats = stage.without_backward <= place < stage.recomputed
                 found[key] = LayersOfKind(kind, count + 1, again + repeats)
@@ -139,7 +138,7 @@ class PipelineRank:
         mine = (name for name in self.blueprint.frozen if name.startswith(prefix))
         frozen = {name.removeprefix(prefix) for name in mine}
         reached = self.blueprint.first_trained < layer
-        return gradients_of(model, LayerKind.of(model, layer), frozen, reached)
+        return gradients_of(model, self.blueprint.kind_of_layer[layer], frozen, reached)
 
     def shards_of(self, parameter: LocalParameter) -> int:
         """Returns the number of ranks over which a parameter's optimizer state is sharded."""
@@ -222,7 +221,7 @@ class PipelineRank:
         model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
         for kind in self.blueprint.kinds:
-            layer = kinds_of_layers(model).index(kind)
+            layer = self.blueprint.kind_of_layer.index(kind)
             held = stage_parameters(model, tp, range(layer, layer + 1), False, False, ep=ep)
             of_experts = sum(p.numel for p in held if p.expert)
             found[kind] = of_experts, sum(p.numel for p in held) - of_experts
@@ -266,7 +265,12 @@ class PipelineRank:
         """Returns the number of elements of the largest of these layers."""
         return max(sum(self.numels[of.kind]) for of in kinds)
 
-    @property
+    @cached_property
+    def all_trained_numel(self) -> int:
+        """Number of elements of all trained parameters."""
+        return sum(p.numel for p in self.trained)
+
+    @cached_property
     def end_numel(self) -> int:
         return sum(p.numel for p in self.ends)
 

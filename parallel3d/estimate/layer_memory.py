@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.rank import PipelineRank
-from parallel3d.models.declared import kinds_of_layers
 from parallel3d.models.repeats import Repeats
 from parallel3d.schedules.messages import OFFLOADED_BYTES
 from parallel3d.trace.layer_trace import LayerPasses
@@ -73,8 +72,7 @@ class LayerMemories:
 
     def __init__(self, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
-        model = blueprint.model
-        self.kinds = kinds_of_layers(model)
+        self.kinds = blueprint.kind_of_layer
         self._wanted: dict[Hashable, WantedTrace] = {}
         self._found: dict[WantedTrace, LayerMemory] = {}
 

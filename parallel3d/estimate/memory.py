@@ -32,7 +32,6 @@ from parallel3d.estimate.search import (
     planned,
     ranked,
 )
-from parallel3d.models.declared import kinds_of_layers
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
@@ -272,7 +271,7 @@ def _held(rank: PipelineRank) -> Iterator[tuple[LocalParameter, int]]:
         yield from ((p, 1) for p in rank.parameters)
         return
     yield from ((p, 1) for p in rank.ends)
-    every = kinds_of_layers(rank.blueprint.model)
+    every = rank.blueprint.kind_of_layer
     for of in rank.kinds:
         layers = (n for stage in rank.stages for n in stage.layers)
         one = next(n for n in layers if every[n] == of.kind)

@@ -249,7 +249,7 @@ class _Moments:
         if not rank.fully_sharded:
             return 0.0
         if rank.blueprint.data.zero == 2:  # frozen parameters are whole on every rank
-            return rank.item * float(sum(p.numel for p in rank.trained))
+            return rank.item * float(rank.all_trained_numel)
         return rank.item * float(numel + rank.end_numel)
 
     def _completed(self, stage: StageBlueprint) -> int:

@@ -112,11 +112,12 @@ class KnownModel:
 
 def kinds_of_layers(model: ModelConfig) -> tuple[LayerKind, ...]:
     """Returns the kind of each layer of the model."""
-    return _kinds(KnownModel.of(model))
+    return kinds_of_known(KnownModel.of(model))
 
 
 @functools.lru_cache(maxsize=64)
-def _kinds(of: KnownModel) -> tuple[LayerKind, ...]:
+def kinds_of_known(of: KnownModel) -> tuple[LayerKind, ...]:
+    """Does the same as `kinds_of_layers`."""
     return tuple(LayerKind.of(of.model, layer) for layer in range(of.model.num_layers))
 
 
