@@ -28,7 +28,12 @@ class RecordingProcess:
         self.child: subprocess.Popen[bytes] | None = None
 
     def __call__(self, wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
-        """Returns the traces. Raises UserError if torch is not installed."""
+        """Returns the traces.
+
+        Raises:
+            UserError: torch is not installed.
+            RuntimeError: the child has ended, for example because the host's memory is full.
+        """
         if importlib.util.find_spec("torch") is None:
             raise UserError(
                 "the first plan of a model runs its layers without values, which needs torch; the "
@@ -43,9 +48,16 @@ class RecordingProcess:
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
             )
         assert self.child.stdin is not None and self.child.stdout is not None
-        pickle.dump([*wanted], self.child.stdin)
-        self.child.stdin.flush()
-        return [LayerTrace.from_json(made) for made in pickle.load(self.child.stdout)]
+        try:
+            pickle.dump([*wanted], self.child.stdin)
+            self.child.stdin.flush()
+            answer = pickle.load(self.child.stdout)
+        except (EOFError, BrokenPipeError) as error:
+            status, self.child = self.child.wait(), None
+            raise RuntimeError(
+                f"the process that runs a layer without values has ended with status {status}"
+            ) from error
+        return [LayerTrace.from_json(made) for made in answer]
 
     def close(self) -> None:
         """Ends the child."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 
 
 def main() -> None:
     """Answers lists of `WantedTrace` on the standard input until it ends."""
+    # Ctrl-C reaches all processes of a terminal; this one ends with its parent's pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what torch prints is no answer
     from parallel3d.trace.recorder import record  # imports torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config
 from parallel3d.trace import table
+from parallel3d.trace.child import RecordingProcess
 from parallel3d.trace.layer_trace import (
     LayerRecord,
     LayerTrace,
@@ -238,3 +241,16 @@ def test_the_highest_lines_have_the_same_maximum_everywhere() -> None:
     for n in range(2, 40):
         assert max(line.at(n) for line in few) == max(line.at(n) for line in lines)
     assert highest([]) == ()
+
+
+def test_a_recording_process_that_has_ended_is_named_with_its_status_and_replaced() -> None:
+    recording = RecordingProcess()
+    for _ in range(2):
+        recording.child = subprocess.Popen(
+            [sys.executable, "-c", "raise SystemExit(7)"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        with pytest.raises(RuntimeError, match="ended with status 7"):
+            recording([])
+        assert recording.child is None
