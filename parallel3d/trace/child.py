@@ -26,6 +26,7 @@ class RecordingProcess:
 
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
+        self.pid = os.getpid()  # the process that started the child
 
     def __call__(self, wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
         """Returns the traces.
@@ -39,7 +40,9 @@ class RecordingProcess:
                 "the first plan of a model runs its layers without values, which needs torch; the "
                 "nearest is pip install torch"
             )
-        if self.child is None:
+        # A fork of this process cannot share the child, and a child that is gone is replaced.
+        if self.child is None or self.pid != os.getpid() or self.child.poll() is not None:
+            self.pid = os.getpid()
             words = sys.executable, "-m", "parallel3d.trace.recording_child"
             # The child finds this package wherever a script has found it.
             paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")

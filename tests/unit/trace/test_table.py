@@ -243,14 +243,15 @@ def test_the_highest_lines_have_the_same_maximum_everywhere() -> None:
     assert highest([]) == ()
 
 
-def test_a_recording_process_that_has_ended_is_named_with_its_status_and_replaced() -> None:
+def test_a_recording_process_that_ends_is_named_with_its_status_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recording = RecordingProcess()
-    for _ in range(2):
-        recording.child = subprocess.Popen(
-            [sys.executable, "-c", "raise SystemExit(7)"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        with pytest.raises(RuntimeError, match="ended with status 7"):
-            recording([])
-        assert recording.child is None
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        recording([])
+    monkeypatch.undo()
+    recording.child = subprocess.Popen(["/bin/true"], stdin=subprocess.PIPE)
+    recording.child.wait()
+    assert recording([]) == []
+    recording.close()
