@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.build import expert_balance, freeze
@@ -31,7 +31,7 @@ from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import rope_switch
-from parallel3d.models.transformer import TransformerBlock, stages_of_rank
+from parallel3d.models.transformer import stages_of_rank
 from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.gradients import supports_wide_addmm
 from parallel3d.parameters.initializer import Initializer
@@ -276,25 +276,27 @@ class LayerRun:
         x = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.wanted.of_inputs:
             (x,) = BackwardEnd.apply(grads, self.anchor, x)
-        plain, before = stage._run_blocks, ExitStack()
+        (block,) = stage.blocks.values()
+        before, of_layer = ExitStack(), ExitStack()
 
-        def recorded(blocks: list[TransformerBlock], x: Tensor, inputs: LayerInputs) -> Tensor:
-            if inputs.documents is not None:  # the first layer also makes what all layers share
+        def begin(_: nn.Module, given: tuple[Tensor, LayerInputs]) -> None:
+            if given[1].documents is not None:  # the first layer makes what all layers share
                 with torch.no_grad():
-                    plain(blocks, x, inputs)
+                    block.forward(*given)
             before.close()
-            with self.recorder.recording() as record:
-                y = plain(blocks, x, inputs)
-            records.append(record)
-            return y
+            records.append(of_layer.enter_context(self.recorder.recording()))
 
-        stage._run_blocks = recorded
+        hooks = [
+            block.register_forward_pre_hook(begin),
+            block.register_forward_hook(lambda *_: of_layer.close()),
+        ]
         try:
             shared = before.enter_context(self.recorder.recording())
             batch = self._batch(sequences)
             y = stage(x, *batch, loss_scale=self.anchor)
         finally:
-            stage._run_blocks = plain
+            for hook in hooks:
+                hook.remove()
         del x, batch
         with self.recorder.recording() as given:
             start = BackwardStart.apply([torch.empty_like(y)], y)
