@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.context_parallel.documents import Documents
+from parallel3d.device.accelerator import has_values
 from parallel3d.models.dialect import LLAMA3, LONGROPE, YARN, Rope
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.ops import Rotary
@@ -35,16 +36,20 @@ def rotary_tables(
     row of a position is its number, except that with a `rope_switch` as many rows for documents
     of at most that length come first. `rows_read` returns the rows of tokens.
     """
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
     lengths = [model.seq_length]
     if (switch := rope_switch(model, rope)) is not None:
         lengths.insert(0, switch)
+    if not has_values(device):  # a host has no room for those of the longest sequences of a plan
+        shape = sum(lengths), 1, rope.pairs
+        cos, sin = (torch.empty(shape, dtype=kind, device=device) for _ in range(2))
+        return cos, sin
     angles, factor = [], 1.0
     for length in lengths:
         frequency, factor = frequencies(model, rope, length)
         # fp32 is too coarse for the angles of late positions.
         angles.append(torch.outer(torch.arange(length, dtype=torch.float64), frequency))
     angle = torch.cat(angles)
-    kind = torch.float64 if dtype == torch.float64 else torch.float32
     cos, sin = angle.cos() * factor, angle.sin() * factor
     return cos.unsqueeze(1).to(device, kind), sin.unsqueeze(1).to(device, kind)
 
@@ -173,7 +178,10 @@ def temperatures(model: ModelConfig, dtype: torch.dtype, device: torch.device) -
     """
     if not model.query_temperature:
         return None
+    wide = torch.promote_types(dtype, torch.float32)
+    if not has_values(device):
+        return torch.empty(model.seq_length, 1, dtype=wide, device=device)
     position = torch.arange(model.seq_length, dtype=torch.float64)
     periods = torch.floor(position / model.rope_original_length)
     factor = 1.0 + model.query_temperature * torch.log1p(periods)
-    return factor.unsqueeze(1).to(device, torch.promote_types(dtype, torch.float32))
+    return factor.unsqueeze(1).to(device, wide)
