@@ -164,7 +164,8 @@ def test_dry_runs_send_the_planned_bytes_and_need_no_more_memory_than_the_bound(
         words += [option, value]
     done = run_module("benchmarks.planner.plan_dryrun", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^\| \w+ \| ", done.stdout, re.M)) == len(cases) + 1
+    table = done.stdout.partition("\nlowest bounds\n")[0]  # the same rows follow, some of them
+    assert len(re.findall(r"^\| \w+ \| ", table, re.M)) == len(cases) + 1
     assert all(f"{name}: median" in done.stdout for name in NAMES)
 
 
