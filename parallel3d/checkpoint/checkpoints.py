@@ -373,7 +373,8 @@ class Checkpoints:
         state |= of_hooks.state
         facts = self._facts(trainer, unwritten(), of_hooks.progress)
         expected = expected_elements(self.config.model, self.config.optim, trainer.optimizer.kept)
-        expected |= {(hook_states.KIND,): of_hooks.elements} if self.hooks else {}
+        if self.hooks:
+            expected = {**expected, (hook_states.KIND,): of_hooks.elements}
         save = Save(step, self.number, state, facts, expected, trainer.copied)
         self.step_in_flight = self.saved_step = step
         # After the last step, the values no longer change, so no copy of them is needed.

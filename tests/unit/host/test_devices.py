@@ -46,7 +46,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, *words: 
     """Records the arguments that the command line passes to the launcher, which is not started."""
     started: list[tuple] = []
 
-    def record(app: str, config: Config, run_dir: Path, kind: str) -> int:
+    def record(app: str, config: Config, run_dir: Path, kind: str, work: object) -> int:
         started.append((app, config.world_size, kind))
         return 0
 
