@@ -480,7 +480,12 @@ def sent_with_a_bug(bug: Mutation, layout: Layout, changes: dict[str, Any]) -> S
     [
         (one_thawed, Layout(dp=2), {"zero": 1, **FROZEN_FIRST}),
         (one_thawed, Layout(dp=2), {"zero": 3, **FROZEN_FIRST}),
-        (sent_to_frozen_stages, Layout(pp=2), {**LOOPS, **FROZEN_FIRST}),
+        # The first of the four stages has nothing to train.
+        (
+            sent_to_frozen_stages,
+            Layout(pp=2),
+            {**LOOPS, **FROZEN_FIRST, "layers_per_stage": [1, 2, 1, 1]},
+        ),
     ],
     ids=["a bucket", "a shard", "a message"],
 )

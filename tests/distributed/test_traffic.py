@@ -131,6 +131,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.recompute, config.compile = changes.get("recompute", "none"), "compile" in changes
     config.recompute_layers = changes.get("recompute_layers")
     config.mlp_chunk_tokens = changes.get("mlp_chunk_tokens")
+    config.schedule.layers_per_stage = changes.get("layers_per_stage")
     config.tensor_parallel.chunks = changes.get("chunks", 1)
     config.precision.name = changes.get("precision", "fp32")
     config.ddp.reduce_every_microbatch = changes.get("every")
