@@ -53,7 +53,7 @@ def train_as_placed(config: Config, run_dir: str, port: int) -> int:
     )
     me = Worker(launch_rank, launch_rank, world, world, Path(run_dir), "local", "cpu")
     worker._join("train", config, me, store)
-    assert worker._work("train", config, me) == 0
+    assert worker._work("train", config, me, None) == 0
     return me.rank
 
 
