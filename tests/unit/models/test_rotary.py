@@ -174,3 +174,13 @@ def test_a_model_whose_samples_are_short_has_one_table() -> None:
     model = longrope(seq_length=32)
     assert rope_switch(model, rope) is None and length_with_short_factors(model) == 32
     assert rope_switch(model, Rope(10000.0, is_scaled=False, pairs=PAIRS)) is None
+
+
+def test_tables_of_a_device_without_values_take_no_memory_of_the_host() -> None:
+    """The tables of 10^12 positions would be larger than any host's memory."""
+    model = replace(PLAIN, seq_length=10**12, query_temperature=0.1)
+    meta = torch.device("meta")
+    cos, sin = rotary_tables(model, Rope(10000.0, True, PAIRS), torch.float32, meta)
+    assert cos.shape == sin.shape == (10**12, 1, PAIRS)
+    found = temperatures(model, torch.float32, meta)
+    assert found is not None and found.shape == (10**12, 1)
