@@ -157,7 +157,10 @@ class _Moments:
         if not stage.last:
             return found
         logits = rank.item * max(rank.loss_chunks) * rank.columns
-        states = self.states + 2 * rank.hidden + (rank.hidden + rank.stream if rank.sp else 0)
+        # The gathered hidden states and their gradient; the sum that tp ranks divide, and for
+        # several sequences a copy in which their tokens are in order.
+        states = self.states + 2 * rank.hidden
+        states += (rank.hidden * rank.copies + rank.stream) if rank.sp else 0
         # The gradient of the table is summed in fp32, and then converted.
         wide = self.table * rank.grad_item / rank.item
         tables = wide + max(logits, self.table * (rank.grad_item > rank.item))
