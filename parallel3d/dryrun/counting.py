@@ -41,7 +41,7 @@ from parallel3d.run_config import Config
 from parallel3d.schedules.messages import SENDS
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
-from parallel3d.trace.products import attention_of, product_of
+from parallel3d.trace.products import attention_of, name_of, product_of
 from parallel3d.trace.world import (
     COLLECTIVES,
     Zeros,
@@ -179,7 +179,7 @@ class StepCounter(Observer):
         self.machine = machine
         self.gpu = gpu
         other = "fp32" if tf32 else "tf32"  # fp32 and tf32 share a dtype
-        self.dtypes = {dtype: name for name, dtype in COMPUTE.items() if name != other}
+        self.dtypes = {name_of(dtype): name for name, dtype in COMPUTE.items() if name != other}
         self.names: Mapping[Any, str] = {}  # the names of process groups
         self.counting = False
         self.building = True

@@ -149,12 +149,12 @@ class PassRecorder(Observer):
         if (attention := attention_of(kernel)) is not None:
             a = attention
             facts: tuple[Any, ...] = (a.products, a.heads, a.key_heads, a.width, a.value_width)
-            facts += (a.causal, a.window, _name(a.dtype))
+            facts += (a.causal, a.window, a.dtype)
             numbers: tuple[float, ...] = (a.sequences, a.queries, a.keys)
             self._add("attention", facts, (*numbers, kernel.nbytes))
         elif (product := product_of(kernel)) is not None:
             numbers = (product.rows, product.columns, product.inner)
-            self._add("product", (product.groups, _name(product.dtype)), (*numbers, kernel.nbytes))
+            self._add("product", (product.groups, product.dtype), (*numbers, kernel.nbytes))
         else:
             self._add("other", (kernel.name, kernel.launches), (kernel.nbytes,))
 
@@ -175,10 +175,6 @@ class PassRecorder(Observer):
         if (now := self.running) is not None:
             again = self.may_repeat and in_recomputation()
             now.events.append(((what, again, facts), numbers))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def in_recomputation() -> bool:
