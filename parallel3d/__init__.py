@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from parallel3d.library.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.library.training_state import load, save
     from parallel3d.loop.hooks import Hook, Run
+    from parallel3d.models.own_model import Model, Parallel
     from parallel3d.run_config import Config, check_config
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -43,6 +44,8 @@ __all__ = [
     "DistributedDataParallel",
     "Hook",
     "Layout",
+    "Model",
+    "Parallel",
     "Parallel3dError",
     "Pipeline",
     "ProcessGroups",
@@ -75,6 +78,8 @@ _HOME = {
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
     "Hook": "parallel3d.loop.hooks",
     "Layout": "parallel3d.blueprint.layout",
+    "Model": "parallel3d.models.own_model",
+    "Parallel": "parallel3d.models.own_model",
     "Parallel3dError": "parallel3d.errors",
     "Pipeline": "parallel3d.library.module_pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",

@@ -24,6 +24,7 @@ from parallel3d.errors import UserError
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.flops import flops_of, layer_costs, layer_flops
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import survey_of
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Weights
@@ -195,6 +196,8 @@ HEAD_MATMULS = 3
 
 def head_cost(model: ModelConfig) -> float:
     """Returns the forward FLOPs of the output head for one token, including vocabulary padding."""
+    if (survey := survey_of(model)) is not None:
+        return 2.0 * survey.head_elements
     return 2.0 * model.hidden_size * model.padded_vocab_size
 
 

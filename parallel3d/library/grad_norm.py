@@ -337,9 +337,11 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
                 f"sum_gradients_over: {name} is summed over a group already; call it once for each "
                 "module"
             )
-    if ranks.size > 1:
-        for _, parameter in named:
-            parameter.register_hook(_Sum(ranks))
+    for _, parameter in named:
+        state = state_of(parameter)
+        state.is_partial = True
+        if ranks.size > 1:
+            state.unhook = parameter.register_hook(_Sum(ranks)).remove
 
 
 def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: float = 0.0) -> None:

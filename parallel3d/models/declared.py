@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from parallel3d.models.dialect import Rope
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import survey_of
 from parallel3d.parameters.declaration import (
     Dimension,
     FullTensor,
@@ -45,6 +46,8 @@ class LayerKind(NamedTuple):
         kv_heads: number of key-value heads.
         head_size: width of a head.
         norm_position: where the layer has norms, as in `model.norm_position`.
+        own: which of the user's own blocks the layer is (`ModelSurvey.blocks`); None: it is a layer
+            of the transformer.
     """
 
     mlp: str | None = DENSE
@@ -55,10 +58,13 @@ class LayerKind(NamedTuple):
     kv_heads: int = 1
     head_size: int = 1
     norm_position: str = "before"
+    own: int | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int) -> LayerKind:
         """Returns the kind of a layer of the model."""
+        if (survey := survey_of(model)) is not None:
+            return cls(None, mixer=None, own=survey.block_of_layer[layer])
         attention, word = model.attention_kind(layer), model.layer_type(layer)
         return cls(
             EXPERTS if model.has_experts(layer) else DENSE,
@@ -261,6 +267,9 @@ ORDER = (
 
 def layer(model: ModelConfig, kind: LayerKind) -> Held:
     """Declares a layer of a kind, in the order in which its modules run."""
+    if (survey := survey_of(model)) is not None:
+        assert kind.own is not None  # every layer of the model is one of the user's own
+        return survey.blocks[kind.own]
     parts = dict.fromkeys(kind.norms, norm(model))
     if kind.mixer is not None:
         parts["attention"] = MIXERS[kind.mixer].declare(model, kind)
@@ -274,6 +283,8 @@ def layer(model: ModelConfig, kind: LayerKind) -> Held:
 
 def embedding(model: ModelConfig) -> Held:
     """Declares the embedding, with the names that its tensors have in the model."""
+    if (survey := survey_of(model)) is not None:
+        return survey.embedding
     held = Held()
     if model.position_embedding == "learned":
         dims = Dimension("positions", model.max_positions), hidden_of(model)
@@ -285,6 +296,8 @@ def embedding(model: ModelConfig) -> Held:
 
 def head(model: ModelConfig) -> Held:
     """Declares the head, whose table is a copy of the word embedding if the two are tied."""
+    if (survey := survey_of(model)) is not None:
+        return survey.head
     table = embedding(model)["word.weight"]
     if not table[0].tied:
         table = (_table(model, "head.weight", replicated=False),)

@@ -33,6 +33,7 @@ from parallel3d.models.declared import (
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.products import products_of, repeated_products
 from parallel3d.models.repeats import Repeats
+from parallel3d.models.survey import survey_of
 
 MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
 FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
@@ -101,7 +102,13 @@ def flops_of(
     """Returns the FLOPs of a layer; with `repeats`, only of what the backward repeats.
 
     `ep`: number of ranks over which experts are divided, on which the order of a layer depends.
+
+    A block of a user's own counts as if each of its elements were multiplied once by each token.
     """
+    if (survey := survey_of(model)) is not None:
+        assert kind.own is not None
+        whole = repeats is None or repeats.layer
+        return LayerFlops(2.0 * survey.elements_of_block(kind.own) * whole, 0.0)
     of_layer = products_of(model, kind)
     if repeats is not None:
         of_layer = repeated_products(model, kind, repeats, ep)
@@ -166,6 +173,7 @@ def flops_per_token(
         products += count * each.products
     # Attention's backward has four matmuls, two for each matmul of the forward.
     of_inputs = shares.backward * (2 * forward - products)
-    head = 2 * model.hidden_size * model.vocab_size
+    survey = survey_of(model)
+    head = 2 * (model.hidden_size * model.vocab_size if survey is None else survey.head_elements)
     of_head = head * (1 + (shares.backward > 0) + shares.head)
     return float(forward + of_inputs + shares.weights * products + of_head)

@@ -165,8 +165,22 @@ class TransformerKeys:
 
 
 @dataclass
+class OwnModelKeys:
+    """A model of the user's own in place of the transformer."""
+
+    RESUME: ClassVar[str] = REFUSED
+    _target_: str | None = key(
+        None,
+        "class of a model of your own in place of the transformer, as my_package.my_model.MyModel",
+    )
+    fields: Any = key(
+        None, "values of the fields of model._target_, by name", holds=dict[str, object]
+    )
+
+
+@dataclass
 class ModelConfig(  # dataclass fields of the last base class come first
-    ExpertKeys, DialectKeys, RopeKeys, LayerTypeKeys, TransformerKeys
+    OwnModelKeys, ExpertKeys, DialectKeys, RopeKeys, LayerTypeKeys, TransformerKeys
 ):
     """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
 

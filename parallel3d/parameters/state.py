@@ -55,6 +55,9 @@ class ParameterState:
         register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
         weight_gradients: queue of its pipeline stage, or None if its gradients are never deferred.
         compute_dtype: dtype in which FSDP2 gathers it, or None if FSDP2 does not shard it.
+        is_partial: whether a rank of tp has only the gradient of its own features or tokens, and
+            `sum_gradients_over` was called for it.
+        unhook: removes the hook by which `sum_gradients_over` sums its gradients.
     """
 
     spec: ParameterSpec | None = None
@@ -66,6 +69,8 @@ class ParameterState:
     register_grad_ready: Callable[[], None] = lambda: None
     weight_gradients: WeightGradients | None = None
     compute_dtype: torch.dtype | None = None
+    is_partial: bool = False
+    unhook: Callable[[], None] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles to an empty placeholder, because process groups cannot be pickled."""
