@@ -137,18 +137,21 @@ class ActionTimes:
 class BackwardStart(torch.autograd.Function):
     """Starts a backward from the tensors `ys` with the gradients in the list `grads`.
 
-    The list may be filled after the forward. `torch.autograd.backward(ys, grads)` would do the
-    same, but it imports sympy to compare shapes, which takes a tenth of a CPU rank's start-up time.
+    The list may be filled after the forward, and the backward empties it.
+    `torch.autograd.backward(ys, grads)` imports sympy to compare shapes, which takes a tenth of a
+    CPU rank's start-up time.
     """
 
     @staticmethod
-    def forward(ctx: Any, grads: Values | list[Tensor], *ys: Tensor) -> Tensor:
+    def forward(ctx: Any, grads: list[Tensor], *ys: Tensor) -> Tensor:
         ctx.grads = grads
         return ys[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.grads
+        given = tuple(ctx.grads)
+        ctx.grads.clear()  # the backward of the last layer then frees them
+        return None, *given
 
 
 class BackwardEnd(torch.autograd.Function):
@@ -534,11 +537,11 @@ class Executor:
                 self.deferred[place] = []
             return
         if stage < self.last_stage:
-            grads = self._received(Kind.RECV_B, step)
+            live.given += self._received(Kind.RECV_B, step)
         else:
             assert loss_scale is not None  # there is no backward in an evaluation
-            grads = (loss_scale.to(live.start.dtype),)
-        differentiate = partial(self._attempt, step, partial(_differentiate, live, grads))
+            live.given.append(loss_scale.to(live.start.dtype))
+        differentiate = partial(self._attempt, step, partial(_differentiate, live.start))
         with self._computing("backward", step):
             if step.kind == Kind.I:
                 with self.weight_gradients.deferred() as self.deferred[place]:
@@ -564,10 +567,9 @@ def _place(action: Action) -> Place:
     return action.microbatch, action.chunk
 
 
-def _differentiate(live: _Live, grads: Values) -> None:
-    if live.start.requires_grad:
-        live.given += grads
-        live.start.backward()
+def _differentiate(start: Tensor) -> None:
+    if start.requires_grad:
+        start.backward()
 
 
 def run_deferred(queue: list[DeferredGradient]) -> None:
