@@ -37,6 +37,7 @@ from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import SLAB_BYTES
 
+BLOCK = 512  # bytes; the allocator rounds the size of each tensor up to a multiple
 MARGIN = 0.04  # share of activations and temporary tensors that is added for uncounted tensors
 
 
@@ -47,6 +48,7 @@ class RankMemory(NamedTuple):
         parameters, gradients: parameters, and gradients that exist between actions of a step.
         masters: master weights.
         optimizer: states of the optimizer, including the average of the weights.
+        tables: tables of rotary positions.
         activations: tensors that micro-batches in flight keep for their backward.
         temporary: other tensors at the peak, including the parameters that FSDP2 has gathered.
         margin: allowance for tensors that are not counted.
@@ -57,6 +59,7 @@ class RankMemory(NamedTuple):
     gradients: float = 0.0
     masters: float = 0.0
     optimizer: float = 0.0
+    tables: float = 0.0
     activations: float = 0.0
     temporary: float = 0.0
     margin: float = 0.0
@@ -64,12 +67,12 @@ class RankMemory(NamedTuple):
 
     @property
     def states(self) -> float:
-        """Bytes that exist throughout a step."""
+        """Bytes of parameters, gradients, masters and optimizer that exist throughout a step."""
         return self.parameters + self.gradients + self.masters + self.optimizer
 
     @property
     def total(self) -> float:
-        return self.states + self.activations + self.temporary + self.margin
+        return self.states + self.tables + self.activations + self.temporary + self.margin
 
 
 NEAR = 0.9  # a rank may be the fullest if its bound exceeds this share of the largest bound
@@ -137,7 +140,8 @@ def surely_needed(blueprint: Blueprint) -> float:
         for stage in rank.stages
     ]
     live = max(float((seen.live @ kept).max()) for seen in states_of(blueprint, 0).values())
-    return _state(rank).states + live
+    state = _state(rank)
+    return state.states + state.tables + live
 
 
 def memory_of(config: Config, choice: LayoutChoice, load: float = 1.0) -> float:
@@ -250,19 +254,30 @@ def _state(rank: PipelineRank) -> RankMemory:
     )
     spread = rank.fully_sharded
     moment = 2 if optim.state == "bf16" else wide
+    size = _block if spread else float  # a bucket has one tensor for several parameters
     parameters = gradients = masters = optimizer = 0.0
     for p, count in _held(rank):
         own = float(sharded_numel(p, rank.shards_of(p)) if spread else p.numel)
         if not spread or p.frozen:
-            parameters += count * item * (own if spread and zero == 3 else p.numel)
+            parameters += count * size(item * (own if spread and zero == 3 else p.numel))
         if p.frozen:
             continue
-        gradients += count * wide * own
+        gradients += count * wide * own  # even FSDP2's shards are parts of one tensor
         own = own if spread else own / rank.shards_of(p)
-        masters += count * wide * own * (spread or item < wide)
-        each = _moments_of(p, optim) * moment + wide * (optim.ema_decay is not None)
-        optimizer += count * each * own
-    return RankMemory(parameters, gradients, masters, optimizer)
+        masters += count * size(wide * own) * (spread or item < wide)
+        each = _moments_of(p, optim) * size(moment * own)
+        each += size(wide * own) * (optim.ema_decay is not None)
+        steps = BLOCK * spread  # the number of updates, which the optimizer's kernel reads
+        optimizer += count * (each + steps)
+    model = rank.blueprint.model
+    rows = (2 * rope.pairs * sum(model.rotary_lengths(rope)) for rope in model.ropes)
+    tables = float(len(rank.stages) * wide * sum(rows))  # cosines and sines
+    return RankMemory(parameters, gradients, masters, optimizer, tables)
+
+
+def _block(nbytes: float) -> float:
+    """Returns the bytes that a tensor of `nbytes` bytes takes."""
+    return math.ceil(nbytes / BLOCK) * BLOCK
 
 
 def _held(rank: PipelineRank) -> Iterator[tuple[LocalParameter, int]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel3d.blueprint.blueprint import StageBlueprint
-from parallel3d.blueprint.buckets import PIECE
+from parallel3d.blueprint.buckets import LOOKUP_TOKENS, PIECE
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
@@ -115,11 +115,13 @@ class _Moments:
                 continue
             live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
             live = live + seen.handed * rank.stream
-            most = float((live + seen.begun @ left).max())
             if kind == Kind.F:
                 of_action = self._forward(chunk)
+                before = seen.live[:, chunk] + seen.deferred[:, chunk] + seen.begun[:, chunk]
+                live = live + (before == 0) * self._copied(chunk)
             else:
                 of_action = {"backward": self._backward(chunk, kind)}
+            most = float((live + seen.begun @ left).max())
             beside = self._beside(chunk, kind) if rank.blueprint.pipeline.overlaps else 0.0
             for phase, more in of_action.items():
                 yield Moment(phase, most, more + beside)
@@ -148,12 +150,13 @@ class _Moments:
         most, kept = 0.0, rank.stream + self._shared(chunk)  # the stage's input
         for i, place in enumerate(self.places[chunk]):
             if i < stage.without_backward:
-                # The code also refers to the input of such a layer, which nothing keeps.
-                most = max(most, kept + rank.stream + place.memory.forward)
+                # The code also refers to the input of such a layer, which nothing keeps. The first
+                # layer's is that of the stage.
+                most = max(most, kept + rank.stream * (i > 0) + place.memory.forward)
             else:
                 most = max(most, kept + place.memory.forward)
                 kept += place.stays
-        found = {"forward": most + self._away(chunk) + self._gathered(min(2, rank.layer_count))}
+        found = {"forward": most + self._away(chunk) + self._gathered(chunk)}
         if not stage.last:
             return found
         logits = rank.item * max(rank.loss_chunks) * rank.columns
@@ -165,11 +168,9 @@ class _Moments:
         wide = self.table * rank.grad_item / rank.item
         tables = wide + max(logits, self.table * (rank.grad_item > rank.item))
         kept -= rank.stream
-        gathered = self._gathered(1)
-        if rank.blueprint.data.zero == 2 and self.once and rank.fully_sharded:
-            # The buffer of the last all-gather exists beside the parameters until the next one.
-            last = self.places[chunk][-1]
-            gathered += rank.item * (last.experts or last.numel)
+        gathered = self._gathered_with(0)
+        if rank.blueprint.data.zero == 3:
+            gathered += self._copy_of(self.places[chunk][-1])
         return found | {"head and loss": kept + states + tables + gathered}
 
     def _backward(self, chunk: int, kind: Kind) -> float:
@@ -187,6 +188,7 @@ class _Moments:
                 gathered = self._gathered_with(place.numel + _ahead(places, i))
                 most = max(most, more + gathered + place.memory.backward)
                 more -= place.stays
+        most = max(most, more + self._of_embedding(chunk))
         return most + self._away(chunk) + self._of_head(chunk)
 
     def _away(self, chunk: int) -> float:
@@ -208,6 +210,18 @@ class _Moments:
         """
         stage = self.rank.stages[chunk]
         return self._cast(stage) - self.rank.stream if stage.last else 0.0
+
+    def _of_embedding(self, chunk: int) -> float:
+        """Returns the bytes of the embedding's backward, which follows that of the layers."""
+        rank, first = self.rank, self.rank.stages[chunk].first
+        if not first or (words := rank.ends[0]).frozen:
+            return 0.0
+        # Only a table that tp divides needs the gradients of all tokens.
+        rows = rank.stream if words.replicated else rank.hidden
+        piece = min(rows / rank.item, LOOKUP_TOKENS * rank.blueprint.model.hidden_size)
+        wide = 0 if rank.fully_sharded or rank.grad_item == rank.item else rank.grad_item
+        gathered = self._gathered_with(0) + self.table
+        return gathered + rank.stream + rows * (rows > rank.stream) + piece * (rank.item + wide)
 
     def _cast(self, stage: StageBlueprint) -> float:
         """Returns the bytes of the head's gradient before it is reduced, unless its table is tied
@@ -233,15 +247,37 @@ class _Moments:
 
     # FSDP2 reduces a layer's gradients during the next layer's backward, or accumulates them.
 
-    def _gathered(self, layers: int) -> float:
-        """Returns the bytes of the parameters that FSDP2 has gathered.
+    def _gathered(self, chunk: int) -> float:
+        """Returns the bytes that FSDP2 has gathered in the forward of a stage's layers."""
+        places = self.places[chunk]
+        if self.rank.blueprint.data.zero == 2:
+            return self._gathered_with(0)
+        return max(self._gathered_with(place.numel) + self._copy_of(place) for place in places)
 
-        They belong to embedding and head, and to the largest `layers` adjacent layers of a stage.
+    def _copy_of(self, place: _Place) -> float:
+        """Returns the bytes of the buffer from which FSDP2 copies a layer's parameters.
+
+        In a forward, a buffer exists beside the parameters until the next all-gather. Experts that
+        no other rank has are not gathered.
         """
-        each = [[place.numel for place in places] for places in self.places]
-        return self._gathered_with(
-            max(sum(n[i : i + layers]) for n in each for i in range(max(1, len(n) - layers + 1)))
-        )
+        rank = self.rank
+        if not rank.fully_sharded:
+            return 0.0
+        of_experts, of_all = place.experts, place.numel
+        if rank.blueprint.data.zero == 2:
+            of_experts, of_all = place.apart, place.trained
+        if of_experts:
+            return float(rank.item * of_experts * (rank.layout.edp > 1))
+        return float(rank.item * of_all)
+
+    def _copied(self, chunk: int) -> float:
+        """Returns the bytes of the buffer that remains after a stage's first forward.
+
+        With zero=2, the later forwards gather nothing.
+        """
+        if self.rank.blueprint.data.zero == 3:
+            return 0.0
+        return self._copy_of(self.places[chunk][-1])
 
     def _gathered_with(self, numel: int) -> float:
         """Returns the bytes that FSDP2 has gathered with these elements of layers.
@@ -294,7 +330,7 @@ class _Moments:
         more = 0.0  # less the bytes that layers had kept and that their backwards have freed
         for i, place in reversed([*enumerate(places)]):
             before = places[i - 1] if i else None
-            if place.apart and sums and len(places) > 1:
+            if place.apart and sums:
                 # FSDP2 reduces a layer's experts during the backward of the layer's attention, and
                 # the rest of the layer during the backward of the next layer's experts.
                 others = place.numel - place.experts + _ahead(places, i)
@@ -302,6 +338,12 @@ class _Moments:
                 reducing -= frees * rank.item * place.trained
                 beside = self._gathered_with(others) + place.memory.of_rest
                 during = max(during, more + always + beside + reducing)
+                # The gradients exist until they have been copied to the input of the reduction.
+                # With one rank, FSDP2 copies the input twice.
+                edp = rank.layout.edp
+                copies = max(FP32 + rank.item, FP32 * (1 + 1 / edp + (edp == 1)))
+                beside += rank.stream - place.memory.of_rest + place.apart * copies
+                after = max(after, more + always + beside)
             more -= place.stays
             wide = sums * FP32 * place.trained
             if frees:  # zero=2 frees a layer's parameters after its last backward

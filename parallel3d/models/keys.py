@@ -24,6 +24,7 @@ from parallel3d.models.dialect import (
     FULL,
     LINEAR,
     LLAMA3,
+    LONGROPE,
     SLIDING,
     SLIDING_NOPE,
     YARN,
@@ -234,6 +235,17 @@ class ModelConfig(  # dataclass fields of the last base class come first
         """The distinct rotary positions, in the order of the first layer that uses each."""
         ropes = [kind.rope for kind in self.attention_kinds if kind.rope is not None]
         return list(dict.fromkeys(ropes))
+
+    def rotary_lengths(self, rope: Rope) -> list[int]:
+        """Returns the lengths of documents that have a table of rotary positions of their own.
+
+        Only LongRoPE has two, and only if a sample is longer than `rope_original_length`. A table
+        has a row for each position of such a document.
+        """
+        switches = rope.is_scaled and self.rope_scaling == LONGROPE
+        original = self.rope_original_length
+        both = switches and self.seq_length > original
+        return [original, self.seq_length] if both else [self.seq_length]
 
     @property
     def rotary_pairs(self) -> int:

@@ -37,9 +37,7 @@ def rotary_tables(
     of at most that length come first. `rows_read` returns the rows of tokens.
     """
     kind = torch.float64 if dtype == torch.float64 else torch.float32
-    lengths = [model.seq_length]
-    if (switch := rope_switch(model, rope)) is not None:
-        lengths.insert(0, switch)
+    lengths = model.rotary_lengths(rope)
     if not has_values(device):  # a host has no room for those of the longest sequences of a plan
         shape = sum(lengths), 1, rope.pairs
         cos, sin = (torch.empty(shape, dtype=kind, device=device) for _ in range(2))
@@ -60,9 +58,8 @@ def rope_switch(model: ModelConfig, rope: Rope) -> int | None:
     It is None if documents of all lengths have the same frequencies. Only LongRoPE has a switch,
     and only if a sample is longer.
     """
-    switches = rope.is_scaled and model.rope_scaling == LONGROPE
-    original = model.rope_original_length
-    return original if switches and model.seq_length > original else None
+    short, *longer = model.rotary_lengths(rope)
+    return short if longer else None
 
 
 def length_with_short_factors(model: ModelConfig) -> int | None:
