@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from parallel3d.device import grouped, wide  # noqa: F401  (they register the operators below)
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.machine import Kernel
 from parallel3d.trace.layer_trace import AttentionCalls, MatrixProducts
