@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.groups import two_levels
@@ -20,19 +22,15 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.data.loader import with_length
 from parallel3d.data.sampler import SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
-from parallel3d.data_parallel.build import ShardedLayer, data_parallel_engine
+from parallel3d.data_parallel.build import data_parallel_engine
 from parallel3d.data_parallel.pending_gathers import PendingGathers
-from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_numerics
 from parallel3d.errors import UserError
-from parallel3d.experts.balance import BalanceOfRun
-from parallel3d.models.experts import MixtureOfExperts
-from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
+from parallel3d.models.architecture import StageModule, architecture_of
 from parallel3d.optim.checks import check_own
 from parallel3d.optim.muon import Muon, MuonByKind
 from parallel3d.optim.optimizer import Optimizer, trained_spans
-from parallel3d.parameters.initializer import Initializer
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Executor, PipelineStage
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs, measure_baseline_latency
 from parallel3d.resolve import blueprint_of, layout_of
@@ -133,7 +131,7 @@ def build(
     launch: LaunchConfig,
     timer: StepTimer,
     own_optimizer: OptimizerFactory | None = None,
-) -> tuple[Sequence[Stage], RankParts]:
+) -> tuple[Sequence[StageModule], RankParts]:
     """Builds a rank's layers, parameters, compiled code, optimizer and executor; collective.
 
     Args:
@@ -142,24 +140,24 @@ def build(
         timer: gets the measured baseline latencies of the messages.
         own_optimizer: makes the optimizer with `optim.name=own`.
     """
+    architecture = architecture_of(blueprint.model)
     dtype = compute_dtype(blueprint.precision)
-    master_dtype = torch.promote_types(dtype, torch.float32)
     # Layers are created on the meta device; the engine initialises the parameters of this rank.
-    initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
+    initializer = architecture.initializer(blueprint, device)
     overlap = BatchOverlap(device) if blueprint.pipeline.overlaps else None
     held = blueprint.stages_of(groups.pp.index)
     gathers = PendingGathers(timer)
     offload = ActivationOffload(device) if any(stage.offloaded for stage in held) else None
-    of_layers = groups.tp, groups.cp, groups.ep, overlap, gathers, offload
-    context = BuildContext.of_run(blueprint, initializer, *of_layers)
-    stages = stages_of_rank(blueprint.model, held, context)
+    stages: Sequence[StageModule] = architecture.stages_of_rank(
+        blueprint, held, initializer, groups, gathers, overlap, offload
+    )
     freeze(stages, blueprint.frozen)
     # The engine, which sums gradients over dp, also creates the parameters.
     tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
     engine = data_parallel_engine(
         blueprint.data,
         stages,
-        sharded_layers(stages),
+        architecture.sharded_layers(stages),
         initializer,
         dtype,
         groups,
@@ -167,34 +165,32 @@ def build(
         before_reduction=(lambda: None) if overlap is None else overlap.join,
     )
     if blueprint.compiles:
-        compile_blocks(stages, saves_operands=schedule.splits_backward)
+        architecture.compile(stages, saves_operands=schedule.splits_backward)
     optimizer = build_optimizer(blueprint, engine, groups, device, own_optimizer)
     executor = build_executor(
-        blueprint, schedule, stages, engine, groups, device, launch, timer, overlap, offload
+        blueprint,
+        schedule,
+        engine.callable_stages(stages),
+        architecture.messages(blueprint, groups.tp, device),
+        groups,
+        device,
+        launch,
+        timer,
+        overlap,
+        offload,
     )
-    balance = expert_balance(blueprint, stages, groups)
     return stages, RankParts(
         executor,
         engine,
         optimizer,
-        balance,
+        architecture.expert_balance(blueprint, stages, groups),
         tied_name=next(iter(tied), None),
-        needs_batch=any(stage.first or stage.last for stage in stages),
+        needs_batch=any(stage.reads_batch for stage in stages),
         has_loss=stages[-1].last,
+        sums_replicated=architecture.sums_replicated(blueprint),
+        split=architecture.split(blueprint, groups.cp),
+        measures=architecture.measures(blueprint.model),
     )
-
-
-def sharded_layers(stages: Sequence[Stage]) -> list[ShardedLayer]:
-    """Returns the blocks of all stages, which FSDP2 shards one by one."""
-    return [
-        ShardedLayer(
-            block,
-            block.mlp.experts if isinstance(block.mlp, MixtureOfExperts) else None,
-            index >= stage.without_backward,
-        )
-        for stage in stages
-        for index, block in enumerate(stage.blocks.values())
-    ]
 
 
 def groups_of_run(config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
@@ -215,7 +211,7 @@ def groups_of_run(config: Config, device: str, placement: RankMapping | None) ->
     return ProcessGroups.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
 
 
-def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:
+def freeze(stages: Sequence[nn.Module], names: Collection[str]) -> None:
     """Excludes the parameters with these names from training, before the engine reads them.
 
     It is enough to clear `requires_grad`: autograd, the linear layers, the engines and the
@@ -225,27 +221,6 @@ def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:
         for name, parameter in stage.named_parameters():
             if name in names:
                 parameter.requires_grad_(False)
-
-
-def expert_balance(
-    blueprint: Blueprint, stages: Sequence[Stage], groups: ProcessGroups
-) -> BalanceOfRun | None:
-    """Creates the load balancing for a rank's experts; returns None for a model without experts."""
-    model = blueprint.model
-    if not model.num_experts:
-        return None
-    blocks = [item for stage in stages for item in stage.blocks.items()]
-    return BalanceOfRun(
-        blueprint.balance,
-        {int(n): b.mlp.router for n, b in blocks if isinstance(b.mlp, MixtureOfExperts)},
-        model.expert_layers,
-        model.num_experts,
-        model.experts_per_token,
-        (groups.tp, groups.cp),
-        has_biases=model.router_bias,
-        fixed=blueprint.fixed_states,
-        is_first=groups.tp.index == groups.dp_cp.index == 0,
-    )
 
 
 def build_optimizer(
@@ -287,8 +262,8 @@ def build_optimizer(
 def build_executor(
     blueprint: Blueprint,
     schedule: Schedule,
-    stages: Sequence[Stage],
-    engine: DataParallel,
+    stages: Sequence[PipelineStage],
+    sends: Sequence[StageOutputs],
     groups: ProcessGroups,
     device: torch.device,
     launch: LaunchConfig,
@@ -297,12 +272,10 @@ def build_executor(
     offload: ActivationOffload | None,
 ) -> Executor:
     """Creates the executor, and sets the baseline latencies of `timer`; collective."""
-    sliced = blueprint.sends_slices(accelerator.is_accelerator(device))
-    sequence = blueprint.local_seq_length // (groups.tp.size if blueprint.layer.sp else 1)
-    hidden = (blueprint.micro_batch_size, sequence, blueprint.model.hidden_size)
-    dtype = compute_dtype(blueprint.precision)
-    outputs = StageOutputs((hidden,), dtype, groups.tp if sliced else SINGLE)
-    message, channel = outputs.empty_message(device).zero_(), None
+    largest = max(sends, key=lambda sent: math.prod(sent.shape), default=None)
+    message, channel = torch.zeros((), device=device), None
+    if largest is not None:
+        message = largest.empty_message(device).zero_()
     route = P2PRoute(groups.pp, schedule.assignment, groups.pp_backward)
     if launch.shared_memory:
         pipeline = blueprint.pipeline
@@ -310,10 +283,8 @@ def build_executor(
         programs = schedule.program(), schedule.forwards(), *earlier
         channel = SharedP2P.of_programs(programs, route, message, launch.timeout_s)
     timer.baseline_latency = measure_baseline_latency(groups, message, channel)
-    sends = [outputs] * (schedule.assignment.stages - 1)
-    run = engine.callable_stages(stages)
     return Executor(
-        run,
+        stages,
         route,
         sends,
         device,

@@ -33,7 +33,6 @@ from parallel3d.data.sampler import Finite, FirstSamples, SampleSource
 from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.device.precision import LossScale, compute_dtype
 from parallel3d.experts.balance import BalanceOfRun, ExpertFigures
-from parallel3d.models.rotary import rope_switch
 from parallel3d.optim.optimizer import Optimizer, learning_rate
 from parallel3d.optim.thaws import THAWS, thaws_of
 from parallel3d.parameters.gather import gather_parameters
@@ -167,8 +166,9 @@ class RankParts:
         balance: balances the load of the experts; None for a model without experts.
         tied_name: the name of the embedding table if it is trained and another rank holds a copy
             of it; otherwise None.
-        needs_batch: whether a stage of this rank reads tokens or labels.
+        needs_batch: whether a stage of this rank reads samples.
         has_loss: whether the last stage of this rank computes the loss.
+        sums_replicated, split, measures: as in `Architecture`.
     """
 
     executor: Executor
@@ -178,6 +178,9 @@ class RankParts:
     tied_name: str | None
     needs_batch: bool
     has_loss: bool
+    sums_replicated: bool
+    split: SequenceSplit | None
+    measures: bool
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,9 @@ class RankTrainer:
         self.executor = parts.executor
         self.needs_batch = parts.needs_batch
         self.has_loss = parts.has_loss
+        self.sums_replicated = parts.sums_replicated
+        self.split = parts.split
+        self.measures = parts.measures
         self.balance = parts.balance
         self.planned_length = planned_length
         self.length = planned_length.after()
@@ -286,9 +292,6 @@ class RankTrainer:
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         blueprint, model = self.blueprint, self.blueprint.model
-        split = None
-        if self.groups.cp.size > 1 or model.sliding_window is not None:
-            split = SequenceSplit.of_run(blueprint, self.groups.cp.index)
         return Batches(
             source,
             blueprint.micro_batch_size,
@@ -298,10 +301,10 @@ class RankTrainer:
             needs_batch=self.needs_batch,
             document_mask=self.samples.document_mask,
             stride=blueprint.global_batch_size if ahead else 0,
-            split=split,
+            split=self.split,
             vocab_size=model.vocab_size if self.samples.checks_tokens else None,
             routes=self.balance is not None and bool(self.balance.routers),
-            measures=any(rope_switch(model, rope) for rope in model.ropes),
+            measures=self.measures,
         )
 
     @property
@@ -351,7 +354,7 @@ class RankTrainer:
         if unused and step == 0:
             log.warning("no gradient reached %s", ", ".join(unused))
         with self.step_timer.range("partial sums"):
-            if self.blueprint.layer.sp:
+            if self.sums_replicated:
                 all_reduce_layernorm_grads(self.data_parallel.segments, self.groups.tp)
             all_reduce_shared_kv_grads(self.data_parallel.segments, self.groups.tp)
             if self.tied_name is not None:

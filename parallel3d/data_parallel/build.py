@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from torch import nn
 from parallel3d.blueprint.blueprint import DataParallelSettings
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.data_parallel.interface import DataParallel, ShardedLayer
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.parameters.copies import GroupsOf, copy_groups
@@ -21,22 +21,6 @@ from parallel3d.parameters.state import spec_of
 
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
-    from parallel3d.data_parallel.interface import DataParallel
-
-
-@dataclass(frozen=True)
-class ShardedLayer:
-    """A layer that FSDP2 gathers and frees as a whole.
-
-    Attributes:
-        module: the layer.
-        experts: the part of it that only the ranks of `edp` hold alike, or None.
-        has_backward: whether a parameter in or before the layer is trained.
-    """
-
-    module: nn.Module
-    experts: nn.Module | None = None
-    has_backward: bool = True
 
 
 def data_parallel_engine(
@@ -53,8 +37,8 @@ def data_parallel_engine(
 
     Args:
         layers: the layers of all stages that FSDP2 shards one by one.
-        initializer: draws the initial values. If it is `deferred`, each rank draws only the values
-            that it keeps.
+        initializer: has created the parameters. If it is `deferred`, each rank draws only the
+            values that it keeps; otherwise the parameters have their values already.
         dtype: the compute dtype.
         gathers: gets the all-gathers of stepped parameters. It stays empty under FSDP2, whose own
             hooks gather a layer's parameters.
@@ -97,6 +81,12 @@ def data_parallel_engine(
                 if module is not None
             },
         )
+
+    def values(parameter: nn.Parameter) -> torch.Tensor:
+        if initializer.deferred:
+            return initializer.values(spec_of(parameter))
+        return parameter.detach()
+
     return BucketedDataParallel(
         parameters_of_chunks(stages),
         dtype,
@@ -105,7 +95,7 @@ def data_parallel_engine(
         bucket_cap_mb=settings.bucket_cap_mb,
         overlap=settings.overlap,
         hook=comm_hook(settings, groups),
-        values=lambda p: initializer.values(spec_of(p)),
+        values=values,
         gathers=gathers,
         before_reduction=before_reduction,
     )

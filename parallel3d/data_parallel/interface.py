@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -10,6 +11,21 @@ from torch import Tensor, nn
 from parallel3d.parameters.segments import Constant, ParameterSpan, Segment
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ShardedLayer:
+    """A layer that FSDP2 gathers and frees as a whole.
+
+    Attributes:
+        module: the layer.
+        experts: the part of it that only the ranks of `edp` hold alike, or None.
+        has_backward: whether a parameter in or before the layer is trained.
+    """
+
+    module: nn.Module
+    experts: nn.Module | None = None
+    has_backward: bool = True
 
 
 class DataParallel(Protocol):

@@ -11,7 +11,7 @@ from parallel3d.blueprint.parameters import fixed_states, parameter_count
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import all_keys, show, spell
 from parallel3d.errors import print_line
-from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
+from parallel3d.models.architecture import architecture_of
 from parallel3d.models.declared import full_tensors, states_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import blueprint_of
@@ -36,13 +36,11 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
     """Logs the choices for keys that are auto, and warns of a key that has no effect here."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true has no effect: this placement has only one level")
+    blueprint = blueprint_of(config)
     if config.schedule.name == "auto":
-        print_line(f"schedule=auto: {blueprint_of(config).pipeline.why_chosen()}")
-    if avoids_cudnn(blueprint_of(config), device):
-        print_line(
-            "attention_kernel=auto excludes cuDNN: PyTorch issue 193893 reports wrong results on "
-            f"this GPU with fewer than {LEAST_KV_HEADS} key-value heads"
-        )
+        print_line(f"schedule=auto: {blueprint.pipeline.why_chosen()}")
+    for sentence in architecture_of(config.model).notices(blueprint, device):
+        print_line(sentence)
 
 
 def acts_on_weights(config: Config) -> str:

@@ -19,7 +19,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 from parallel3d.errors import print_line
 from parallel3d.loop.step_hooks import StepHook
-from parallel3d.models.transformer import Stage
+from parallel3d.models.architecture import StageModule
 from parallel3d.private_names import memory_history
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult
@@ -158,7 +158,7 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 
 
 @contextmanager
-def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Iterator[None]:
+def layers_shown(stages: Sequence[StageModule], ranges: Ranges, compiled: bool) -> Iterator[None]:
     """Marks the forwards of layers in a `with` block by ranges such as "layers.3.attention".
 
     If the layers are `compiled`, each graph of layers gets one range, because a graph does not call

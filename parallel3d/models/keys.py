@@ -186,6 +186,8 @@ class ModelConfig(  # dataclass fields of the last base class come first
     """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
 
     RESUME: ClassVar[str] = REFUSED
+    # The class of its `Architecture`, as "module:class" of the package.
+    ARCHITECTURE: ClassVar[str] = "models.transformer_architecture:TransformerArchitecture"
 
     @property
     def head_size(self) -> int:

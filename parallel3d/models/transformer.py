@@ -21,6 +21,7 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models import declared
+from parallel3d.models.architecture import StageModule
 from parallel3d.models.attention import AttentionOptions, causal_attention, rotated_heads
 from parallel3d.models.checkpointing import (
     checkpoint_up_to_linear,
@@ -309,7 +310,7 @@ class CompiledBlocks:
     attention: RunAttention
 
 
-class Stage(nn.Module):
+class Stage(StageModule):
     """Runs contiguous layers, and also the embedding on the first stage, or the head on the last.
 
     Args:
@@ -336,6 +337,7 @@ class Stage(nn.Module):
         first_and_last_share_rank |= first and last
         self.first = first
         self.last = last
+        self.reads_batch = first or last
         self.uses_dropout = model.dropout > 0
         self.gathers = ctx.gathers
         self.offload = ctx.offload

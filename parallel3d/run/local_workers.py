@@ -309,6 +309,9 @@ def run_local_workers(
         # Signals are blocked until torch's C++ is imported.
         with blocked_signals(), nothing_collected():
             importlib.import_module(APPS[app][0])
+            from parallel3d.models.architecture import architecture_of
+
+            architecture_of(config.model)  # whose modules each rank would import
         if work is not None:  # a script's own code has run in this process
             check_can_fork(kind, wanted)
         gc.freeze()  # collections would write to pages that are shared with the ranks

@@ -20,21 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import StageBlueprint
-from parallel3d.build import expert_balance, freeze
+from parallel3d.build import freeze
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.data_parallel.build import parameters_of_chunks
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
+from parallel3d.models.architecture import StageModule, architecture_of
 from parallel3d.models.layer_inputs import LayerInputs
-from parallel3d.models.layers import BuildContext
-from parallel3d.models.rotary import rope_switch
-from parallel3d.models.transformer import stages_of_rank
 from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.gradients import supports_wide_addmm
-from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import WeightGradients, spec_of, state_of
 from parallel3d.pipeline.executor import BackwardEnd, BackwardStart, run_deferred
 from parallel3d.run.keys import LaunchConfig
@@ -211,13 +207,13 @@ class LayerRun:
         self.device = torch.device(TYPE, 0)
         self.dtype = dtype = compute_dtype(blueprint.precision)
         wide = torch.promote_types(dtype, torch.float32)
-        initializer = Initializer(blueprint.seed, wide, self.device, deferred=True)
-        gathers = PendingGathers()
-        of_layers = groups.tp, groups.cp, groups.ep, None, gathers, None
-        ctx = BuildContext.of_run(blueprint, initializer, *of_layers)
+        self.architecture = architecture = architecture_of(blueprint.model)
+        initializer, gathers = architecture.initializer(blueprint, self.device), PendingGathers()
         layer, recomputed = wanted.layer, int(wanted.recomputed)
         held = StageBlueprint(range(layer, layer + 1), recomputed, 0, False, False, 0, True)
-        stages = stages_of_rank(blueprint.model, [held], ctx)
+        stages: Sequence[StageModule] = architecture.stages_of_rank(
+            blueprint, [held], initializer, groups, gathers
+        )
         freeze(stages, blueprint.frozen)
         (self.stage,) = stages
         self.gradients = WeightGradients()
@@ -237,7 +233,7 @@ class LayerRun:
             )
         for parameter in self.stage.parameters():
             state_of(parameter).weight_gradients = self.gradients
-        self.balance = expert_balance(blueprint, stages, groups)
+        self.balance = architecture.expert_balance(blueprint, stages, groups)
         supports_wide_addmm(self.device, dtype, wide)  # the first call of a process tries it
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
 
@@ -303,9 +299,6 @@ class LayerRun:
 
     def _batch(self, sequences: int) -> MicroBatch:
         blueprint, model = self.blueprint, self.blueprint.model
-        split = None
-        if self.groups.cp.size > 1 or model.sliding_window is not None:
-            split = SequenceSplit.of_run(blueprint, self.groups.cp.index)
         batches = Batches(
             Zeros(model.seq_length),
             sequences,
@@ -313,9 +306,9 @@ class LayerRun:
             self.groups.dp.index,
             self.device,
             needs_batch=False,
-            split=split,
+            split=self.architecture.split(blueprint, self.groups.cp),
             routes=self.balance is not None and bool(self.balance.routers),
-            measures=any(rope_switch(model, rope) for rope in model.ropes),
+            measures=self.architecture.measures(model),
         )
         batch = batches.micro_batch(0, 0)
         counted = batch.inputs.balance

@@ -37,6 +37,7 @@ PRELOAD = [
     "pytest",
     "omegaconf",
     "parallel3d.build",
+    "parallel3d.models.transformer_architecture",
     "parallel3d.checkpoint.checkpoints",
     "parallel3d.faults.health",
     "parallel3d.simulated_device",
