@@ -57,10 +57,11 @@ from parallel3d.loop.checks import (
 from parallel3d.loop.keys import CONFLICTS as LOOP
 from parallel3d.loop.keys import DEFAULT_STEPS, LENGTHS, ProfileConfig, StepKeys, TrainConfig
 from parallel3d.metrics.keys import LoggerConfig
-from parallel3d.models.checks import check_layer_types, check_model
+from parallel3d.models.checks import check_layer_types, check_model, check_own_model
 from parallel3d.models.keys import CONFLICTS as MODELS
 from parallel3d.models.keys import AttentionKeys, LayerKeys, ModelConfig
 from parallel3d.models.repeats import spelled
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.optim.checks import check_learning_rate, check_treatment
 from parallel3d.optim.keys import CONFLICTS as OPTIM
 from parallel3d.optim.keys import WARM_UPS, OptimConfig
@@ -281,15 +282,20 @@ def check_config(
     train = config.train
     optim = config.optim
     tensor, batch = config.tensor_parallel, config.global_batch_size
-    check_model(model)
-    check_experts(model)
-    check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)
+    is_own = isinstance(model, OwnModelConfig)
+    if is_own:
+        check_own_model(config.recompute, lambda name: attrgetter(name)(config))
+    else:
+        check_model(model)
+        check_experts(model)
+        check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)
     dp = data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
     derived = {"dp": dp, "data.document_mask": config.data.masks_documents}
     check_conflicts(
         CONFLICTS, lambda name: derived[name] if name in derived else attrgetter(name)(config)
     )
-    check_layer_types(model)
+    if not is_own:
+        check_layer_types(model)
     check_expert_parallel(model.num_experts, config.ep, tp * cp * dp)
     replica = Replicas(config.micro_batch_size, dp)
     check_no_count(schedule.num_microbatches, replica)

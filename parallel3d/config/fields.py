@@ -403,7 +403,7 @@ def check_fields(config: DataclassInstance) -> None:
         if not isinstance(found, cls):
             name = cls.__name__
             raise UserError(f"{section}={show(found)} must be a {name}; the default is {name}().")
-        declared = {f.name for f in dataclasses.fields(cls)}
+        declared = {f.name for f in dataclasses.fields(found)}
         for name in vars(found):
             if name not in declared:
                 given = f"{section}.{name}".lstrip(".")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from parallel3d.config.fields import (
     show,
 )
+from parallel3d.config.values import AUTO
 from parallel3d.errors import UserError, closest, nearest, nearest_multiple
 from parallel3d.models.declared import ATTENTION, MIXERS
 from parallel3d.models.dialect import (
@@ -20,6 +23,7 @@ from parallel3d.models.dialect import (
     YARN,
 )
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.repeats import Repeats
 
 # Layer type without positions → the same type with positions.
 NOPE = {FULL_NOPE: FULL, SLIDING_NOPE: SLIDING}
@@ -54,6 +58,41 @@ def check_model(model: ModelConfig) -> None:
             f"{least if model.head_size > 1 else 'model.head_dim=2'}."
         )
     _check_rope(model)
+
+
+# Keys that split or change the layers of the transformer, with the only value that a run of a
+# user's own model may have, and what they act on.
+OF_TRANSFORMER = {
+    "cp": (1, "splits the sequences of the transformer's attention"),
+    "ep": (1, "divides the transformer's experts"),
+    "compile": (False, "compiles the transformer's layers"),
+    "tensor_parallel.chunks": (1, "cuts the messages of the transformer's layers"),
+    "tensor_parallel.attention": ("heads", "gathers heads of the transformer's attention"),
+    "mlp_chunk_tokens": (None, "cuts the transformer's MLPs"),
+    "attention_kernel": (AUTO, "is the kernel of the transformer's attention"),
+    "loss.label_smoothing": (0.0, "is part of the transformer's loss"),
+    "loss.z_loss": (0.0, "is part of the transformer's loss"),
+}
+
+
+def check_own_model(recompute: Any, value: Callable[[str], Any]) -> None:
+    """Raises UserError for a key that a run of a user's own model cannot have.
+
+    `value` maps a key to its value.
+    """
+    for name, (only, does) in OF_TRANSFORMER.items():
+        if value(name) != only:
+            raise UserError(
+                f"{name}={show(value(name))} {does}, and has no effect on a model of your own; the "
+                f"nearest is {name}={show(only)}."
+            )
+    repeats = Repeats.of(recompute)
+    if repeats and not repeats.layer:
+        raise UserError(
+            f"recompute={show(recompute)} names parts of the transformer's layers, but blocks of a "
+            "model of your own are recomputed as a whole or not at all; the nearest is "
+            "recompute=full."
+        )
 
 
 def _check_rope(model: ModelConfig) -> None:

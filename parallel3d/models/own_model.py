@@ -6,10 +6,11 @@ plain PyTorch are whole on every tensor-parallel rank, and the layers of this pa
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -237,8 +238,12 @@ def _named(part: str, tensors: tuple[FullTensor, ...]) -> tuple[FullTensor, ...]
     return tuple(tensor._replace(name=f"{part}.{tensor.name}") for tensor in tensors)
 
 
-def own_config(base: ModelConfig, model: Model) -> OwnModelConfig:
+def own_config(
+    base: ModelConfig, model: Model, loss: Callable[[Any, LayerInputs], Any] | None = None
+) -> OwnModelConfig:
     """Returns the configuration of a run of `model`, made from the keys of `model.*`.
+
+    `loss` takes the place of the model's own.
 
     Raises UserError if the model's parts or its numbers are not usable.
     """
@@ -254,6 +259,9 @@ def own_config(base: ModelConfig, model: Model) -> OwnModelConfig:
             )
         values[name] = number
     values |= {"name": name_of(model), "max_position_embeddings": None}
+    if loss is not None:
+        model = copy.copy(model)
+        object.__setattr__(model, "loss", loss)  # a dataclass may be frozen
     return OwnModelConfig(**values, instance=model, survey=survey_of_model(model))
 
 
