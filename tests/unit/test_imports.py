@@ -65,6 +65,7 @@ def test_an_import_upwards_or_of_torch_is_found_anywhere(copy: Path) -> None:
     plant(copy, "dryrun/facts.py", "\nfrom parallel3d.estimate import search\n")
     plant(copy, "commands/train.py", "\nfrom parallel3d.commands.bench import comm\n")
     plant(copy, "loop/hooks.py", "\nfrom parallel3d.commands import generate\n")
+    plant(copy, "faults/probe.py", "\ndef f():\n    from parallel3d.models import transformer\n")
     code, output = lint(copy)
     assert code != 0
     for edge in (
@@ -79,6 +80,7 @@ def test_an_import_upwards_or_of_torch_is_found_anywhere(copy: Path) -> None:
         "parallel3d.dryrun.facts -> parallel3d.estimate.search",
         "parallel3d.commands.train -> parallel3d.commands.bench.comm",
         "parallel3d.loop.hooks -> parallel3d.commands.generate",
+        "parallel3d.faults.probe -> parallel3d.models.transformer",
     ):
         assert edge in output, edge
 
