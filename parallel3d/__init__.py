@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from parallel3d.library.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.library.training_state import load, save
     from parallel3d.loop.hooks import Hook, Run
+    from parallel3d.models.cross_entropy import vocab_parallel_cross_entropy
+    from parallel3d.models.layer_inputs import Inputs
+    from parallel3d.models.own_loss import Loss
     from parallel3d.models.own_model import Model, Parallel
     from parallel3d.run_config import Config, check_config
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
@@ -43,7 +46,9 @@ __all__ = [
     "Config",
     "DistributedDataParallel",
     "Hook",
+    "Inputs",
     "Layout",
+    "Loss",
     "Model",
     "Parallel",
     "Parallel3dError",
@@ -70,6 +75,7 @@ __all__ = [
     "sharded_state_dict",
     "sum_gradients_over",
     "verify",
+    "vocab_parallel_cross_entropy",
 ]
 
 _HOME = {
@@ -77,7 +83,9 @@ _HOME = {
     "Config": "parallel3d.run_config",
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
     "Hook": "parallel3d.loop.hooks",
+    "Inputs": "parallel3d.models.layer_inputs",
     "Layout": "parallel3d.blueprint.layout",
+    "Loss": "parallel3d.models.own_loss",
     "Model": "parallel3d.models.own_model",
     "Parallel": "parallel3d.models.own_model",
     "Parallel3dError": "parallel3d.errors",
@@ -103,6 +111,7 @@ _HOME = {
     "sharded_state_dict": "parallel3d.library.state_dicts",
     "sum_gradients_over": "parallel3d.library.grad_norm",
     "verify": "parallel3d.commands.verify",
+    "vocab_parallel_cross_entropy": "parallel3d.models.cross_entropy",
 }
 
 

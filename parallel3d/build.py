@@ -105,7 +105,7 @@ class Trainer(RankTrainer):
         if train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
         if config.train.epochs is not None:
-            train = with_length(config.train, train_source)
+            train = with_length(config.train, train_source, config.model.seq_length)
             config = dataclasses.replace(config, train=train)
             config = check_config(config, own_samples=corpus is None, may_resume=may_resume)
         self.config, self.corpus, self.valid_files = config, corpus, valid_files
@@ -190,6 +190,8 @@ def build(
         sums_replicated=architecture.sums_replicated(blueprint),
         split=architecture.split(blueprint, groups.cp),
         measures=architecture.measures(blueprint.model),
+        counts_loss=architecture.counts_loss,
+        take_sums=stages[-1].take_sums if architecture.counts_loss and stages[-1].last else None,
     )
 
 

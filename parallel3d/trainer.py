@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -28,10 +28,11 @@ from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.length import PlannedLength, clock_of
 from parallel3d.context_parallel.split import SequenceSplit
-from parallel3d.data.loader import Batches, MicroBatch
-from parallel3d.data.sampler import Finite, FirstSamples, SampleSource
+from parallel3d.data.loader import Batches, MicroBatch, OwnMicroBatch
+from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, has_loss_mask
 from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.device.precision import LossScale, compute_dtype
+from parallel3d.errors import UserError
 from parallel3d.experts.balance import BalanceOfRun, ExpertFigures
 from parallel3d.optim.optimizer import Optimizer, learning_rate
 from parallel3d.optim.thaws import THAWS, thaws_of
@@ -69,10 +70,11 @@ class StepSums(NamedTuple, Generic[Value]):
 
     Attributes:
         loss, tokens: the sum of the losses and the number of unmasked tokens
-            (`Trainer.share_of_loss`).
+            (`Trainer.share_of_loss`), or of the items that the loss has counted (`CountedLoss`).
         squared_norm: the squared norm of the gradients, which still contain the loss scale.
         stop: the number of ranks that were asked to end the run.
         experts: the sums of the layers with experts (`BalanceOfRun.take`); empty without experts.
+        terms: the sums of the named terms of a loss that counts its items; empty for other losses.
     """
 
     loss: Value
@@ -80,6 +82,7 @@ class StepSums(NamedTuple, Generic[Value]):
     squared_norm: Value
     stop: Value
     experts: Value
+    terms: Value
 
 
 def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
@@ -91,18 +94,64 @@ def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
     return StepSums(*([*itertools.islice(values, share.numel())] for share in shares))
 
 
+# What the losses of a rank have counted in a step (`models.own_loss.LossSums`): the number of items
+# and the sums of the named terms.
+Counted = tuple[Tensor, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class LossShares:
+    """This rank's shares of the sums of a loss, float64 tensors (`StepSums`)."""
+
+    loss: Tensor
+    count: Tensor
+    terms: Tensor
+
+
+def check_count(count: float) -> None:
+    """Raises UserError if the count of a whole step is no number of items."""
+    if not (math.isfinite(count) and count >= 0):
+        raise UserError(
+            f"the counts of p3d.Loss add up to {count:g} in this step, but count must be a number "
+            "of items: 0 or more, and finite"
+        )
+
+
+class StepTotals(NamedTuple):
+    """The results of a step on which all ranks agree.
+
+    Attributes:
+        loss: the mean loss; None if there is nothing to learn.
+        grad_norm: the gradient norm without the loss scale.
+        divisor: the factor by which the gradients are still multiplied beside the loss scale; 1
+            unless the loss counts its items.
+        stop: whether the run is to stop.
+        experts: the figures of the experts; None without experts.
+        terms: the means of the named terms of the loss.
+    """
+
+    loss: float | None
+    grad_norm: float
+    divisor: float
+    stop: bool
+    experts: ExpertFigures | None
+    terms: Mapping[str, float]
+
+
 class Score(NamedTuple):
     """Score of a validation set.
 
     Attributes:
-        nats: sum of the tokens' cross-entropies.
-        tokens: number of tokens with a loss.
+        nats: sum of the tokens' cross-entropies, or of the losses of a user's own loss.
+        tokens: number of tokens with a loss, or of the items that an own loss has counted.
         bytes: number of bytes of these tokens' text; None if the tokenizer is unknown.
+        terms: the means of the named terms of an own loss; None for the loss of our transformer.
     """
 
     nats: float
-    tokens: int
+    tokens: float
     bytes: int | None = None
+    terms: Mapping[str, float] | None = None
 
     @property
     def loss(self) -> float | None:
@@ -116,8 +165,14 @@ class Score(NamedTuple):
         except OverflowError:
             return math.inf
 
-    def row(self) -> dict[str, float | None]:
-        """Returns the recorded figures: loss, perplexity, bits_per_byte, tokens."""
+    def row(self) -> dict[str, Any]:
+        """Returns the recorded figures: loss, perplexity, bits_per_byte, tokens.
+
+        An own loss need not be that of a text, so it has no perplexity, and its items are `count`.
+        """
+        if self.terms is not None:
+            own = {"loss": self.loss, "count": self.tokens}
+            return own | ({"terms": self.terms} if self.terms else {})
         bits = self.nats / math.log(2) / self.bytes if self.bytes else None
         figures = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": bits}
         return figures | {"tokens": self.tokens}
@@ -144,6 +199,7 @@ class StepResult(NamedTuple):
             or there is no loss.
         stop: whether a rank was asked to end the run (`stop_requested`).
         experts: the load and balance of the layers with experts; None without experts.
+        terms: the means of the named terms of a user's own loss (`Loss.terms`).
     """
 
     step: int
@@ -154,6 +210,7 @@ class StepResult(NamedTuple):
     skipped: bool = False
     stop: bool = False
     experts: ExpertFigures | None = None
+    terms: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -169,6 +226,10 @@ class RankParts:
         needs_batch: whether a stage of this rank reads samples.
         has_loss: whether the last stage of this rank computes the loss.
         sums_replicated, split, measures: as in `Architecture`.
+        counts_loss: whether the loss counts its items itself, as that of a user's own model, and
+            samples are of any form.
+        take_sums: returns and clears what the losses of the last stage have counted; None if they
+            do not count, or this rank does not compute the loss.
     """
 
     executor: Executor
@@ -181,6 +242,8 @@ class RankParts:
     sums_replicated: bool
     split: SequenceSplit | None
     measures: bool
+    counts_loss: bool = False
+    take_sums: Callable[[], Counted] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,6 +289,8 @@ class RankTrainer:
     Attributes:
         copied: an event that is cleared while a checkpoint in progress copies the parameters, which
             must not change until then.
+        names_of_terms: the names of an own loss's terms, by whether the step trains; they are
+            exchanged in the first step and in the first evaluation (`_terms_of_ranks`).
     """
 
     def __init__(
@@ -256,6 +321,9 @@ class RankTrainer:
         self.sums_replicated = parts.sums_replicated
         self.split = parts.split
         self.measures = parts.measures
+        self.counts_loss = parts.counts_loss
+        self.take_sums = parts.take_sums
+        self.names_of_terms: dict[bool, list[str]] = {}
         self.balance = parts.balance
         self.planned_length = planned_length
         self.length = planned_length.after()
@@ -288,7 +356,23 @@ class RankTrainer:
         if not isinstance(source, Finite):
             return EvaluatedSet(self._batches(source), None)
         samples = source.windows
+        if self.counts_loss and not has_loss_mask(source.sample(0)):
+            samples = self._whole_batches(samples)
         return EvaluatedSet(self._batches(FirstSamples(source, samples)), samples)
+
+    def _whole_batches(self, samples: int) -> int:
+        """Returns how many of these samples fill whole global batches; raises UserError for none.
+
+        The last batch could only be filled up by samples that add nothing to the loss.
+        """
+        size = self.blueprint.global_batch_size
+        if samples < size:
+            raise UserError(
+                f"fit(valid=…) has {samples} samples without a field loss_mask, but an evaluation "
+                f"needs a whole batch of global_batch_size={size}; give at least {size} samples, "
+                "or a field loss_mask, which is zero in the samples that fill up the last batch"
+            )
+        return samples // size * size
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         blueprint, model = self.blueprint, self.blueprint.model
@@ -305,6 +389,7 @@ class RankTrainer:
             vocab_size=model.vocab_size if self.samples.checks_tokens else None,
             routes=self.balance is not None and bool(self.balance.routers),
             measures=self.measures,
+            fields_in=self.dtype if self.counts_loss else None,
         )
 
     @property
@@ -343,11 +428,13 @@ class RankTrainer:
         step, first = self.steps_done, self.consumed_samples
         with self.step_timer.range("clear gradients"):
             self.data_parallel.start_step(self.schedule.microbatches)
-        tokens = self.global_tokens(self.train_batches, first)
+        tokens = None
+        if not self.counts_loss:
+            tokens = self.global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.program,
             self._loader(first),
-            self.gradient_scale(tokens),
+            self.provisional_scale() if tokens is None else self.gradient_scale(tokens),
             self.data_parallel.start_last_microbatch,
         )
         unused = self.data_parallel.finish_step()
@@ -361,13 +448,14 @@ class RankTrainer:
                 table = self.data_parallel.tied_gradient(self.tied_name)
                 all_reduce_embedding_grads(table, self.groups.embedding)
         with self.step_timer.range("grad norm"):
-            loss, grad_norm, stop, experts = self._agree(loss_sum, tokens)
+            shares = self._shares(loss_sum, tokens, is_training=True)
+            loss, grad_norm, divisor, stop, experts, terms = self._agree(shares)
         lr = learning_rate(self.blueprint.optim, self.length.end, self.length.place(step + 1))
         finite = loss is not None and math.isfinite(loss + grad_norm)
         self.copied.wait()
         if finite:
             with self.step_timer.range("optimizer"):
-                self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
+                self.optimizer.step(lr, grad_norm, self.loss_scale.scale * divisor)
             self.data_parallel.all_gather_params()
             if self.balance is not None and experts is not None:
                 self.balance.update(experts)
@@ -384,9 +472,10 @@ class RankTrainer:
             skipped=not finite,
             stop=stop,
             experts=experts,
+            terms=terms,
         )
 
-    def _loader(self, first: int) -> Callable[[int], MicroBatch]:
+    def _loader(self, first: int) -> Callable[[int], MicroBatch | OwnMicroBatch]:
         """Returns a function that loads a micro-batch of the step that begins at sample `first`."""
         load = functools.partial(self.train_batches.micro_batch, first)
         balance = self.balance
@@ -399,6 +488,7 @@ class RankTrainer:
 
         def load_scaled(m: int) -> MicroBatch:
             batch = load(m)
+            assert isinstance(batch, MicroBatch)
             counted = batch.inputs.balance
             assert counted is not None  # always set on ranks with routers
             scaled = balance.scaled(counted, self.loss_scale.scale, self.batch, routed)
@@ -431,19 +521,31 @@ class RankTrainer:
         if of.samples is not None:
             end = min(end, of.samples)
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
+        terms: Tensor | None = None
         # Several ranks read the same samples; only the first of them counts their bytes.
         is_first = self.groups.tp.index == self.groups.cp.index == 0
         self.data_parallel.wait_for_all_gathers()
         for first in range(0, end, size):
-            tokens = self.global_tokens(of.batches, first)
+            tokens = None if self.counts_loss else self.global_tokens(of.batches, first)
             load = functools.partial(of.batches.micro_batch, first)
             loss_sum = self.executor.evaluate(self.forwards, load)
-            total[:2] += self.share_of_loss(loss_sum, tokens)
+            shares = self._shares(loss_sum, tokens, is_training=False)
+            total[0] += shares.loss
+            total[1] += shares.count
+            terms = shares.terms if terms is None else terms + shares.terms
+            if self.counts_loss:
+                continue
             if self.samples.token_bytes is not None and self.has_loss and is_first:
                 total[2] += of.batches.byte_count(first, self.samples.token_bytes)
+        if terms is not None:
+            total = torch.cat((total, terms))
         collectives.all_reduce(total, self.groups.world)
         with blocking(self.groups.world):
-            nats, count, size_in_bytes = total.tolist()
+            nats, count, size_in_bytes, *sums = total.tolist()
+        if self.counts_loss:
+            check_count(count)
+            count = int(count) if count.is_integer() else count
+            return Score(nats, count, terms=self._means(sums, count, is_training=False))
         text = None if self.samples.token_bytes is None else int(size_in_bytes)
         return Score(nats, int(count), text)
 
@@ -483,6 +585,69 @@ class RankTrainer:
         """
         return self.loss_scale.scale / tokens.clamp(min=1.0)
 
+    def provisional_scale(self) -> Tensor:
+        """Returns the factor by which gradients are multiplied before their loss's count is known.
+
+        The factor is the loss scale divided by `_presumed_count`.
+        """
+        # A kernel fills the tensor, because copying a number to the device would block the host.
+        scale = self.loss_scale.scale / self._presumed_count
+        return torch.full((), scale, dtype=torch.float64, device=self.device)
+
+    @property
+    def _presumed_count(self) -> float:
+        """Returns about the number of items of a step: the power of two nearest to its tokens.
+
+        A power of two rounds no gradient, and the optimizer divides by the rest.
+        """
+        return 2.0 ** round(math.log2(self.tokens_per_step))
+
+    def _shares(self, loss_sum: Tensor, tokens: Tensor | None, is_training: bool) -> LossShares:
+        """Returns this rank's shares of a loss; collective if the loss counts its items.
+
+        `tokens` is the number of unmasked tokens in the global batch, or None for such a loss.
+        """
+        if tokens is not None:
+            loss, count = self.share_of_loss(loss_sum, tokens)
+            return LossShares(loss, count, loss_sum.new_empty(0))
+        counted = None if self.take_sums is None else self.take_sums()
+        names = self._terms_of_ranks(None if counted is None else counted[1], is_training)
+        if counted is None or self.groups.tp.index:
+            # All tensor-parallel ranks hold the same loss, so only the first contributes it.
+            none = torch.zeros(2 + len(names), dtype=torch.float64, device=self.device)
+            return LossShares(none[0], none[1], none[2:])
+        items, sums = counted
+        terms = [sums[name] for name in names]
+        return LossShares(loss_sum, items, torch.stack(terms) if terms else loss_sum.new_empty(0))
+
+    def _terms_of_ranks(self, mine: Mapping[str, Tensor] | None, is_training: bool) -> list[str]:
+        """Returns the names of the loss's terms; the first call of each kind is collective.
+
+        `mine` are those of this rank, or None if it does not compute the loss. Raises UserError on
+        every rank if two ranks have other terms.
+        """
+        if is_training not in self.names_of_terms:
+            own = None if mine is None else sorted(mine)
+            everyone = all_gather_json(own, self.groups.world.handle, self.device)
+            found = [(rank, names) for rank, names in enumerate(everyone) if names is not None]
+            first, names = found[0]
+            for rank, others in found:
+                if others != names:
+                    raise UserError(
+                        f"the loss returned the terms ({', '.join(others)}) on rank {rank} and "
+                        f"({', '.join(names)}) on rank {first}; return the same names on every "
+                        "rank, with the sum 0 for a term without items"
+                    )
+            self.names_of_terms[is_training] = names
+        return self.names_of_terms[is_training]
+
+    def _means(self, sums: Sequence[float], count: float, is_training: bool) -> dict[str, float]:
+        """Returns the means of the loss's terms by name; without items there is none."""
+        if not count or is_training not in self.names_of_terms:
+            return {}
+        names = self.names_of_terms[is_training]
+        return {name: total / count for name, total in zip(names, sums, strict=True)}
+
     def share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
         """Returns this rank's share of the sum of losses and of the tokens in the global batch.
 
@@ -495,23 +660,17 @@ class RankTrainer:
             (loss_sum * contributes, tokens * (contributes and groups.dp_cp.index == 0))
         )
 
-    def _agree(
-        self, loss_sum: Tensor, tokens: Tensor
-    ) -> tuple[float | None, float, bool, ExpertFigures | None]:
-        """Sums the results of a step over the world; collective.
-
-        Returns the mean loss (None if all tokens are masked), the gradient norm without the loss
-        scale, whether the run is to stop, and the figures of the experts (None without experts).
-        """
+    def _agree(self, shares: LossShares) -> StepTotals:
+        """Sums the results of a step over the world; collective."""
         squared = self.share_of_norm()
-        own_loss, own_tokens = self.share_of_loss(loss_sum, tokens)
         sums = StepSums(
-            loss=own_loss,
-            tokens=own_tokens,
+            loss=shares.loss,
+            tokens=shares.count,
             squared_norm=squared,
             # A kernel fills the tensor, because copying a number would block the host.
             stop=torch.full_like(squared, float(self.stop_requested())),
             experts=squared.new_empty(0) if self.balance is None else self.balance.take(squared),
+            terms=shares.terms,
         )
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm
@@ -524,10 +683,16 @@ class RankTrainer:
                 square = share.item()
         (loss,), (count,), (stops,) = totals.loss, totals.tokens, totals.stop
         mean = loss / count if count else None
+        divisor, terms = 1.0, {}
+        if self.counts_loss:
+            check_count(count)
+            divisor = (count or 1.0) / self._presumed_count
+            terms = self._means(totals.terms, count, is_training=True)
         experts = None
         if self.balance is not None:
             experts = self.balance.figures(totals.experts, self.batch)
-        return mean, self.loss_scale.unscaled(square**0.5), stops > 0, experts
+        norm = self.loss_scale.unscaled(square**0.5, divisor)
+        return StepTotals(mean, norm, divisor, stops > 0, experts, terms)
 
     def share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, in float64.

@@ -176,7 +176,7 @@ def compared(
     console = Console(stderr=False) if groups.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     sources = corpus.sources(config.model, config.data, config.seed)
-    train = with_length(config.train, sources.train)
+    train = with_length(config.train, sources.train, config.model.seq_length)
     config = with_style(dataclasses.replace(config, train=train))
     device, layout = groups.device, groups.layout
     failure: str | None = None

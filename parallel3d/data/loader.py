@@ -9,13 +9,13 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from fractions import Fraction
 from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.context_parallel.documents import Documents, make_documents, whole_samples
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.sampler import (
+    FieldSource,
     Finite,
     Masking,
     Prefetching,
@@ -58,6 +59,12 @@ class MicroBatch(NamedTuple):
     inputs: LayerInputs
 
 
+class OwnMicroBatch(NamedTuple):
+    """A micro-batch for a user's own model: `inputs.batch` has the fields of the samples."""
+
+    inputs: LayerInputs
+
+
 class Batches:
     """Reads the micro-batches of one data-parallel rank.
 
@@ -65,7 +72,7 @@ class Batches:
     micro_batch_size. Each rank has a contiguous share of its samples, divided into consecutive
     micro-batches. Without `needs_batch`, as on middle pipeline stages, micro-batches hold only the
     samples' numbers, their documents if `document_mask` is set, and their padding if `routes` is
-    set.
+    set. With `fields_in`, every stage gets all fields of the samples (`OwnMicroBatch`).
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class Batches:
         vocab_size: int | None = None,
         routes: bool = False,
         measures: bool = False,
+        fields_in: torch.dtype | None = None,
     ) -> None:
         """Prepares to read samples of `source`.
 
@@ -92,6 +100,7 @@ class Batches:
             vocab_size: the vocabulary size against which samples are checked, or None for no check.
             routes: whether the stage has experts, which must know the padding.
             measures: whether the model depends on the length of a sample without its padding.
+            fields_in: for a user's own model, the dtype of its samples' floating-point fields.
         """
         self.source = source
         self._needs_batch = needs_batch
@@ -105,7 +114,9 @@ class Batches:
         self._routes = routes
         # Sources without masks have no padding either.
         self._measures = measures and self._masks and not document_mask
+        self._fields = None if fields_in is None else SampleFields(fields_in, vocab_size)
         self._reads = needs_batch or document_mask or (routes and self._masks) or self._measures
+        self._reads = self._reads or fields_in is not None
         self._ahead: ReadAhead | None = None
         self._reads_ahead = stride > 0 and self._reads
         self.resize(num_microbatches, stride)
@@ -129,13 +140,15 @@ class Batches:
         start = first + self._dp_rank * share + m * self._micro_batch_size
         return range(start, start + self._micro_batch_size)
 
-    def micro_batch(self, first: int, m: int) -> MicroBatch:
+    def micro_batch(self, first: int, m: int) -> MicroBatch | OwnMicroBatch:
         """Returns micro-batch `m` of the global batch that begins at sample `first`.
 
         Its tensors are on the device.
         """
         indices = self.indices(first, m)
         numbers = self._moved(torch.tensor(indices, dtype=torch.int64))
+        if self._fields is not None:
+            return self._own_micro_batch(first, indices, numbers)
         samples = [self._sample(first, i) for i in indices] if self._reads else []
         documents = None
         if self._document_mask:
@@ -156,6 +169,18 @@ class Batches:
             parts = [documents.shard.take(part) for part in parts]
         tokens, labels, mask = (self._moved(torch.from_numpy(p.copy(order="C"))) for p in parts)
         return MicroBatch(tokens, labels, mask, inputs)
+
+    def _own_micro_batch(
+        self, first: int, indices: Sequence[int], numbers: torch.Tensor
+    ) -> OwnMicroBatch:
+        assert self._fields is not None
+        samples: list[Any] = [self._sample(first, i) for i in indices]
+        stacked = self._fields.stacked(samples, indices)
+        documents = None
+        if self._document_mask and isinstance(samples[0], Sample):
+            documents = documents_of(samples, indices, self._device)
+        fields = {name: self._moved(field) for name, field in stacked.items()}
+        return OwnMicroBatch(LayerInputs(numbers, documents, batch=fields))
 
     def _balance(
         self, numbers: torch.Tensor, samples: Sequence[Sample], documents: Documents | None
@@ -213,7 +238,9 @@ class Batches:
     def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
         if self._ahead is None:
             sample = self.source.sample(i)
-            return sample if self._vocab_size is None else checked(sample, i, self._vocab_size)
+            if self._vocab_size is None or self._fields is not None:
+                return sample
+            return checked(sample, i, self._vocab_size)
         self._ahead.step(first)
         return self._ahead.sample(i, keep)
 
@@ -254,6 +281,106 @@ def checked(sample: Sample, number: int, vocab_size: int) -> Sample:
             )
         mask = whole
     return sample._replace(tokens=tokens, loss_mask=mask)
+
+
+# Samples of any form, for a user's own model
+
+
+class SampleFields:
+    """Stacks samples of one form; the first sample that it gets defines the form.
+
+    A `Sample` has the fields `tokens`, `labels` and `loss_mask`.
+
+    Args:
+        dtype: the dtype of the floating-point fields.
+        vocab_size: the vocabulary size against which tokens are checked, or None for no check.
+    """
+
+    def __init__(self, dtype: torch.dtype, vocab_size: int | None = None) -> None:
+        self._dtype = dtype
+        self._vocab_size = vocab_size
+        self._form: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        self._defined_by = 0  # the number of the sample that defined the form
+
+    def stacked(self, samples: Sequence[Any], numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns the fields of the samples with these numbers, each (samples, …), on the CPU.
+
+        Raises UserError for a sample that has another form than the first.
+        """
+        rows = [self._checked(sample, i) for sample, i in zip(samples, numbers, strict=True)]
+        fields = {}
+        for name in self._form:
+            whole = torch.from_numpy(np.stack([row[name] for row in rows]))
+            fields[name] = whole.to(self._dtype) if whole.is_floating_point() else whole
+        return fields
+
+    def _checked(self, sample: Any, number: int) -> dict[str, npt.NDArray[Any]]:
+        row = {name: array_of(each, name, number) for name, each in self._named(sample, number)}
+        form = {name: (array.shape, array.dtype) for name, array in row.items()}
+        if not self._form:
+            self._form, self._defined_by = form, number
+        if form != self._form:
+            self._refuse(form, number)
+        return row
+
+    def _named(self, sample: Any, number: int) -> Iterable[tuple[str, Any]]:
+        if isinstance(sample, Sample):
+            if self._vocab_size is not None:
+                sample = checked(sample, number, self._vocab_size)
+            tokens = np.asarray(sample.tokens).astype(np.int64, copy=False)
+            mask = np.asarray(sample.loss_mask)
+            return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask}.items()
+        if not isinstance(sample, Mapping) or not all(isinstance(name, str) for name in sample):
+            raise UserError(
+                f"sample {number} is of type {type(sample).__name__}, but a sample must be a "
+                "p3d.Sample, or a mapping of names to arrays or numbers, such as "
+                "{'image': image, 'label': 3}"
+            )
+        if not sample:
+            raise UserError(f"sample {number} has no field, but must have at least one")
+        return sample.items()
+
+    def _refuse(self, form: Mapping[str, tuple[tuple[int, ...], np.dtype]], number: int) -> None:
+        """Raises UserError that names how a sample differs from the first."""
+        usual, first = self._form, f"sample {self._defined_by}"
+        if form.keys() != usual.keys():
+            raise UserError(
+                f"sample {number} has the fields {', '.join(form)}, but {first} has "
+                f"{', '.join(usual)}; all samples must have the same fields"
+            )
+        name = next(name for name in usual if form[name] != usual[name])
+        (shape, dtype), (usual_shape, usual_dtype) = form[name], usual[name]
+        if shape != usual_shape:
+            raise UserError(
+                f"the field {name} of sample {number} has shape {shape}, but that of {first} has "
+                f"{usual_shape}; all samples must have the same shapes, so pad or cut it"
+            )
+        raise UserError(
+            f"the field {name} of sample {number} is of type {dtype}, but that of {first} is of "
+            f"type {usual_dtype}; all samples must have the same types"
+        )
+
+
+def array_of(value: Any, name: str, number: int) -> npt.NDArray[Any]:
+    """Returns a field of a sample as an array of a type that torch has; raises UserError."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of unequal lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "biuf":
+        raise UserError(
+            f"the field {name} of sample {number} is of type {type(value).__name__}"
+            + (f" with elements of {array.dtype}" if array.dtype.kind != "O" else "")
+            + ", but a field must be a number, or an array of numbers or bools of one shape"
+        )
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)  # torch computes with few unsigned types
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 # Document boundaries of a micro-batch, for positions and attention
@@ -400,8 +527,12 @@ def check_same_text(corpus: TrainingText, world: Group, device: torch.device) ->
     )
 
 
-def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
+def with_length(
+    train: TrainConfig, source: SampleSource | FieldSource, seq_length: int
+) -> TrainConfig:
     """Returns `train` with `epochs` converted to `tokens` by the length of the source's epoch.
+
+    A sample counts `seq_length` tokens (`model.seq_length`), and 1 if it is no text.
 
     Raises UserError if the source lacks `windows`, its number of samples.
     """
@@ -414,5 +545,5 @@ def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
             "give train.tokens instead"
         )
     samples = math.ceil(Fraction(repr(epochs)) * source.windows)
-    tokens = float(samples * source.seq_length)
+    tokens = float(samples * seq_length)
     return dataclasses.replace(train, epochs=None, tokens=tokens)

@@ -15,6 +15,7 @@ from parallel3d.data.tokens import Tokens, WatchedFile
 from parallel3d.models.keys import ModelConfig
 
 _ROUNDS = 8
+LOSS_MASK = "loss_mask"  # the field of a sample that tells what of it counts in the loss
 
 # A function that gets (first, last + 1) and returns the positions at which documents begin in this
 # range of the stream.
@@ -44,6 +45,17 @@ class SampleSource(Protocol):
     seq_length: int
 
     def sample(self, i: int) -> Sample:
+        """Returns sample `i` >= 0, always the same for the same i."""
+        ...
+
+
+class FieldSource(Protocol):
+    """Samples of any form, for a user's own model; it may also be `Finite`.
+
+    A sample maps names to arrays or numbers, whose shapes and types are the same in all samples.
+    """
+
+    def sample(self, i: int) -> Sample | Mapping[str, object]:
         """Returns sample `i` >= 0, always the same for the same i."""
         ...
 
@@ -235,7 +247,8 @@ class FirstSamples:
     """The first `count` samples of a source, followed by samples without a label.
 
     The samples without a label fill up the last global batch, and add nothing to the loss or to the
-    number of tokens. Each of the `count` samples thus counts once, whatever the batch size.
+    number of tokens. Each of the `count` samples thus counts once, whatever the batch size. In a
+    sample of any form, the field `loss_mask` becomes zeros.
     """
 
     masks = True
@@ -243,14 +256,22 @@ class FirstSamples:
     def __init__(self, source: SampleSource, count: int) -> None:
         self.source = source
         self.count = count
-        self.seq_length = source.seq_length
+        self.seq_length = getattr(source, "seq_length", 1)
 
     def sample(self, i: int) -> Sample:
         """Returns sample `i` >= 0."""
         sample = self.source.sample(min(i, self.count - 1))
         if i < self.count:
             return sample
-        return sample._replace(loss_mask=np.zeros(self.seq_length, np.bool_))
+        if isinstance(sample, Sample):
+            return sample._replace(loss_mask=np.zeros(self.seq_length, np.bool_))
+        zeros = np.zeros_like(np.asarray(sample[LOSS_MASK]))
+        return {**sample, LOSS_MASK: zeros}
+
+
+def has_loss_mask(sample: Sample | Mapping[str, object]) -> bool:
+    """Returns whether a sample can be masked, so that it adds nothing to the loss."""
+    return isinstance(sample, Sample) or LOSS_MASK in sample
 
 
 def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:

@@ -118,9 +118,9 @@ class LossScale:
             self.good_steps = int(progress["good_steps"])
             self.overflows = int(progress["overflows"])
 
-    def unscaled(self, norm: float) -> float:
+    def unscaled(self, norm: float, divisor: float = 1.0) -> float:
         """Returns the norm of the gradients as it would be without the loss scale.
 
-        A norm that is not finite is returned unchanged.
+        `divisor` divides the gradients too. A norm that is not finite is returned unchanged.
         """
-        return norm / self.scale if math.isfinite(norm) else norm
+        return norm / (self.scale * divisor) if math.isfinite(norm) else norm

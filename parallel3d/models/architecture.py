@@ -22,6 +22,7 @@ from parallel3d.data_parallel.interface import ShardedLayer
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.own_loss import LossSums
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import StageOutputs
@@ -58,6 +59,10 @@ class StageModule(nn.Module):
         self, around: Callable[[str], AbstractContextManager[object]]
     ) -> AbstractContextManager[None]:
         """Runs each compiled graph of layers in `around(its name)`, during a `with` block."""
+        raise NotImplementedError
+
+    def take_sums(self) -> LossSums:
+        """Returns and clears what the losses have counted; only with `Architecture.counts_loss`."""
         raise NotImplementedError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +22,9 @@ class LayerInputs:
 
     This is not a tuple, for the reason that `Documents` gives.
 
+    It is public as `parallel3d.Inputs`: the modules and the loss of a user's own model get it whole
+    on every stage.
+
     Attributes:
         samples: (b,) int64, each sample's index in the run; None: nothing is dropped.
         documents: the documents within which attention stays and positions are counted; None: each
@@ -31,6 +35,8 @@ class LayerInputs:
             (`Stage.with_positions`).
         route: the tokens' route through one layer with experts, which a recomputed forward takes
             again; None in all other layers.
+        batch: the fields of the samples by name, stacked to (b, …), for a user's own model; those
+            of floating point have the compute dtype. It is empty for other models.
     """
 
     samples: Tensor | None = None
@@ -38,6 +44,10 @@ class LayerInputs:
     balance: Balance | None = None
     positions: Positions = field(default_factory=Positions)
     route: TokenRoute | None = None
+    batch: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+Inputs = LayerInputs  # the public name
 
 
 class LayerState(Protocol):

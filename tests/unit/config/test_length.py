@@ -63,19 +63,19 @@ def run_of(**length: float) -> Config:
 )
 def test_tokens_and_epochs_round_up_to_whole_steps(length: dict[str, float], steps: int) -> None:
     config = check_config(run_of(**length))
-    config = dataclasses.replace(config, train=with_length(config.train, Windows()))
+    config = dataclasses.replace(config, train=with_length(config.train, Windows(), 64))
     assert config.train_steps == steps
     assert check_config(config) == config  # a checked configuration passes unchanged
 
 
 def test_epochs_become_the_tokens_of_their_samples() -> None:
-    train = with_length(run_of(epochs=1.1).train, Windows())
+    train = with_length(run_of(epochs=1.1).train, Windows(), 64)
     assert (train.epochs, train.tokens) == (None, 11 * 64)
 
 
 def test_epochs_of_a_source_of_unknown_size_are_refused() -> None:
     with pytest.raises(UserError, match="needs a source that has its number of samples"):
-        with_length(run_of(epochs=2).train, object())  # type: ignore[arg-type]
+        with_length(run_of(epochs=2).train, object(), 64)  # type: ignore[arg-type]
 
 
 def test_the_steps_of_epochs_are_unknown_before_the_data_is_open() -> None:
