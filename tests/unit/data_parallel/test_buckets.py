@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel3d.blueprint.blueprint import DataParallelSettings
 from parallel3d.blueprint.buckets import MIB, assign, padded_numel
 from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel import engine as engines
+from parallel3d.data_parallel.build import data_parallel_engine
 from parallel3d.data_parallel.engine import BucketedDataParallel, build_buckets
+from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.parameters.copies import CopyGroups
-from parallel3d.parameters.spec import ParameterSpec
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
 
 
@@ -237,3 +242,20 @@ def marked(parameters: list[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
     for i, (_, p) in enumerate(parameters):
         state_of(p).spec = replace(spec_of(p), uses=i + 1)
     return [spec_of(p) for _, p in parameters]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_values_are_drawn_unless_the_parameters_come_with_theirs(deferred: bool) -> None:
+    init = Initializer(3, torch.float32, torch.device("cpu"), deferred)
+    spec = ParameterSpec((4, 4), (ShardSpec("weight", (4, 4), (0, 0), (4, 4), std=0.02),), False)
+    stage = nn.Module()
+    stage.weight = init.parameter(spec)
+    if not deferred:
+        stage.weight.data.fill_(7.0)  # as a model of the user's own has drawn them
+    settings = DataParallelSettings(1, False, None, "none", True)
+    groups, dtype = ProcessGroups.single(), torch.bfloat16
+    engine = data_parallel_engine(settings, [stage], [], init, dtype, groups, PendingGathers())
+    wanted = init.values(spec) if deferred else torch.full((4, 4), 7.0)
+    (segment,) = engine.segments
+    assert torch.equal(segment.master.view(-1)[:16], wanted.view(-1))
+    assert torch.equal(stage.weight, wanted.to(dtype))
