@@ -31,6 +31,7 @@ from tests.garbage import collect_seldom
 NEEDED = (
     "parallel3d.cli.command_line",
     "parallel3d.commands.train",
+    "parallel3d.models.transformer_architecture",
     "parallel3d.checkpoint.storage",
     "torch.distributed.distributed_c10d",
     # These are needed with zero=3, and for tensors on the simulated device; importing them takes

@@ -79,7 +79,8 @@ def test_a_fully_frozen_stage_keeps_its_bits_and_has_no_norm(name: str) -> None:
 @pytest.mark.slow
 def test_an_eager_trainer_does_not_import_the_compiler() -> None:
     program = (
-        "import sys, parallel3d.build; from parallel3d.optim.optimizer import Optimizer;"
+        "import sys, parallel3d.build, parallel3d.models.transformer_architecture;"
+        "from parallel3d.optim.optimizer import Optimizer;"
         "from parallel3d.optim.keys import OptimConfig;"
         "from parallel3d.comm.group import SINGLE;"
         "Optimizer(OptimConfig(), []);"
