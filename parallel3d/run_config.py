@@ -8,12 +8,13 @@ imports torch, so that a bad key is refused at once.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from parallel3d.blueprint.checks import check_given, check_groups, data_parallel_size
 from parallel3d.blueprint.keys import CONFLICTS as BLUEPRINT
@@ -61,7 +62,7 @@ from parallel3d.models.checks import check_layer_types, check_model, check_own_m
 from parallel3d.models.keys import CONFLICTS as MODELS
 from parallel3d.models.keys import AttentionKeys, LayerKeys, ModelConfig
 from parallel3d.models.repeats import spelled
-from parallel3d.models.survey import OwnModelConfig
+from parallel3d.models.survey import TARGET, OwnModelConfig, survey_of, tree_of
 from parallel3d.optim.checks import check_learning_rate, check_treatment
 from parallel3d.optim.keys import CONFLICTS as OPTIM
 from parallel3d.optim.keys import WARM_UPS, OptimConfig
@@ -272,6 +273,7 @@ def check_config(
         raise UserError(f"a {kind} is not a Config; make one by OmegaConf.to_object or Config().")
     check_fields(config)
     check_plain(config)
+    check_bound(config.model)
     check_given(config.layout, config.launch.ranks)
     tp = config.tp
     cp = config.cp
@@ -344,6 +346,17 @@ def with_derived_keys(config: AnyConfig) -> AnyConfig:
     return with_values(config, values)
 
 
+def check_bound(model: ModelConfig) -> None:
+    """Raises UserError for keys of a user's own model that came in without the model itself."""
+    if isinstance(model, OwnModelConfig):
+        survey_of(model)
+    elif model._target_ is not None or model.fields is not None:
+        raise UserError(
+            f"{TARGET}={show(model._target_)} and model.fields={show(model.fields)} are set by the "
+            "command line and fit(model=…) alone: give fields as model.NAME=…"
+        )
+
+
 def single_process(config: AnyConfig) -> AnyConfig:
     """Returns the configuration of the same training on one rank.
 
@@ -355,6 +368,12 @@ def single_process(config: AnyConfig) -> AnyConfig:
     of_stages = dict.fromkeys(("recompute_layers", "offload_layers"))
     alone = {"sp": False, "schedule": ScheduleConfig(), "profile": ProfileConfig()}
     return check_config(with_values(config, one | of_stages | alone), 1)
+
+
+def saved_tree(config: Config) -> dict[str, Any]:
+    """Returns all keys as nested dicts, as a run saves them."""
+    tree = dataclasses.asdict(dataclasses.replace(config, model=ModelConfig()))
+    return tree | {"model": tree_of(config.model)}
 
 
 def check_plain(config: Config) -> None:

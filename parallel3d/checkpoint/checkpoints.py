@@ -5,7 +5,6 @@ A checkpoint is only set aside if it is provably damaged (`manifest.read_togethe
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import uuid
@@ -61,7 +60,7 @@ from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import EMA, kept_states
 from parallel3d.optim.thaws import frozen_in
 from parallel3d.parameters.slices import STATE
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, saved_tree
 from parallel3d.text import count
 
 
@@ -497,7 +496,7 @@ class Checkpoints:
         return Manifest(
             step=trainer.steps_done,
             progress=trainer.progress() | of_hooks,
-            config=dataclasses.asdict(self.config),
+            config=saved_tree(self.config),
             data=facts_of(trainer.corpus) if trainer.corpus is not None else {},
             saved_at="",
             versions=versions(),

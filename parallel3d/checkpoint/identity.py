@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from parallel3d.config.fields import all_keys, show, values_of
 from parallel3d.config.values import FREE, LAYOUT, REFUSED, REPORTED
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import TARGET, OwnModelConfig, tree_of
 from parallel3d.run_config import Config
 
 # Keys of the model that may differ from the source of `init_from`, which determines all others.
@@ -32,6 +33,7 @@ class ConfigChange(NamedTuple):
     key: str
     there: Any
     here: Any
+    of_own_model: bool = False  # whether it is a field of a user's own model, or its class
 
     @property
     def kind(self) -> str:
@@ -41,15 +43,20 @@ class ConfigChange(NamedTuple):
         """
         if self.key == "optim.momentum" and bool(self.there) == bool(self.here):
             return REPORTED
-        return FREE if self.is_layout else all_keys(Config)[self.key].resume
+        return FREE if self.is_layout else _resume(self.key, self.of_own_model)
 
     @property
     def is_layout(self) -> bool:
         """Returns whether the key is part of the layout."""
-        return all_keys(Config)[self.key].resume == LAYOUT
+        return _resume(self.key, self.of_own_model) == LAYOUT
 
     def __str__(self) -> str:
         return f"{self.key} is {show(self.there)} there, now {show(self.here)}"
+
+
+def _resume(key: str, of_own_model: bool) -> str:
+    """Returns the effect of a key's change; that of a user's own model must not change."""
+    return REFUSED if of_own_model else all_keys(Config)[key].resume
 
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
@@ -59,12 +66,24 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     its default, since the key was added later; a null key of the model counts as its effective
     value. With `train.eval_only`, data and seed are not compared, since no training sample is read.
     """
-    old = _in_effect(values_of(Config()) | flat(there), here.model)
-    new = _of_run(here)
-    keys = sorted(new)
+    theirs, new = flat(there), _of_run(here)
+    is_own = theirs.get(TARGET) is not None or here.model._target_ is not None
+    if is_own:
+        usual = {k: v for k, v in values_of(Config()).items() if not k.startswith("model.")}
+        old = {TARGET: None} | usual | theirs
+        keys = sorted(old.keys() | new.keys())
+        if old[TARGET] != here.model._target_:  # other fields are those of another class
+            keys = [key for key in keys if not key.startswith("model.") or key == TARGET]
+    else:
+        old = _in_effect(values_of(Config()) | theirs, here.model)
+        keys = sorted(new)
     if here.train.eval_only:
         keys = [key for key in keys if key != "seed" and not key.startswith("data.")]
-    return [ConfigChange(key, old[key], new[key]) for key in keys if not same(old[key], new[key])]
+    return [
+        ConfigChange(key, old.get(key), new.get(key), is_own and key.startswith("model."))
+        for key in keys
+        if not same(old.get(key), new.get(key))
+    ]
 
 
 def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
@@ -79,9 +98,15 @@ def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
 
 
 def _of_run(config: Config) -> dict[str, Any]:
-    """Returns the effective values of a run's keys, without the options of subcommands."""
+    """Returns the effective values of a run's keys, without the options of subcommands.
+
+    A user's own model has its fields in place of the transformer's keys.
+    """
     values = {name: attrgetter(name)(config) for name in all_keys(Config)}
-    return _in_effect(values, config.model)
+    if not isinstance(config.model, OwnModelConfig):
+        return _in_effect(values, config.model)
+    fields = {f"model.{name}": value for name, value in tree_of(config.model).items()}
+    return {k: v for k, v in values.items() if not k.startswith("model.")} | fields
 
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
@@ -89,11 +114,12 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
 
     Most keys of `data` are left out, since paths may differ between hosts.
     """
-    keys = all_keys(Config)
+    keys, is_own = all_keys(Config), isinstance(config.model, OwnModelConfig)
     return {
         name: value
         for name, value in _of_run(config).items()
-        if keys[name].meta["alike"]
+        if (is_own and name.startswith("model."))
+        or keys[name].meta["alike"]
         or keys[name].resume == LAYOUT
         or (keys[name].resume != FREE and not name.startswith("data."))
     }
@@ -101,10 +127,11 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
 
 def decisive(config: Config) -> dict[str, str]:
     """Returns the keys that determine the results of a run's steps, with their values as text."""
+    is_own = isinstance(config.model, OwnModelConfig)
     return {
         key: show(value)
         for key, value in _of_run(config).items()
-        if all_keys(Config)[key].resume not in (FREE, LAYOUT)
+        if _resume(key, is_own and key.startswith("model.")) not in (FREE, LAYOUT)
     }
 
 

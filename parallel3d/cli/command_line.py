@@ -36,6 +36,7 @@ from parallel3d.cli.hydra_run import (
     without_alias,
 )
 from parallel3d.cli.overrides import check_filled, composing_error, config_of, typed_alternatives
+from parallel3d.cli.own_model import NO_PRESET, ModelClass, completed, own_model_of
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, Subcommand, refuse_options_of_others
 from parallel3d.cli.verbs import HELP, Verb
 from parallel3d.cli.words import last_of_each
@@ -128,9 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _code_of(lambda: _run(_without_marks(words)))
 
 
-def run_script(command: Subcommand, arguments: Sequence[str]) -> int:
-    """Runs a subcommand with a script's own work, as `main` would; returns the exit code."""
-    return _code_of(lambda: _run_hydra(command, _without_marks(arguments)))
+def run_script(
+    command: Subcommand, arguments: Sequence[str], model: ModelClass | None = None
+) -> int:
+    """Runs a subcommand with a script's own work, as `main` would; returns the exit code.
+
+    `model` is what the script gives as `fit(model=…)`, or None.
+    """
+    return _code_of(lambda: _run_hydra(command, _without_marks(arguments), model))
 
 
 def _code_of(run: Callable[[], int | None]) -> int:
@@ -220,8 +226,10 @@ def _reader_gone() -> int:
     return READER_GONE
 
 
-def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
+def _run_hydra(command: Subcommand, arguments: list[str], model: ModelClass | None = None) -> None:
     """Composes the configuration and runs the subcommand with it, as `@hydra.main` would.
+
+    `model` is what a script gives as `fit(model=…)`, or None.
 
     Raises UserError if the configuration cannot be composed, and SystemExit with the job's exit
     code if that is not 0: without an exception, Hydra would start the next job of a sweep.
@@ -233,7 +241,8 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
     arguments, prompt = take_prompt(arguments) if command.name == GENERATE else (arguments, None)
     arguments = [without_alias(word, command.name) for word in arguments]
     refuse_options_of_others(command, arguments)
-    arguments, own = order_arguments(arguments, command.schema)
+    arguments, own, schema = order_arguments(arguments, command.schema, model)
+    command = replace(command, schema=schema)
     if HELP & set(arguments):
         print(help_text.of_subcommand(command, own))
         return
@@ -289,7 +298,7 @@ def _run_job(
         # Under srun, every task runs this code with the same configuration.
         first = place.rank == 0 if place else prints_for_all(os.environ)
         _check_versions(command, config.logger, first)
-        typed = HydraConfig.get().overrides.task
+        typed = [word for word in HydraConfig.get().overrides.task if word != NO_PRESET]
         hydra_run.check_sweep_words(typed, command.schema)
         config = typed_alternatives(config, typed)
         if command.of_run:
@@ -297,7 +306,9 @@ def _run_job(
             if prompt is not None:
                 config = replace(config, prompt=prompt)
             return _run_on_run(command, config, typed, place)
-        config, lines = _with_earlier(command, config, given_by(typed, own), place)
+        given = given_by(typed, own, own_model_of(command.schema))
+        config, lines = _with_earlier(command, config, given, place)
+        config = completed(config, command.schema)
         if command.work is None:
             check_own(config.optim, has_own=False)
         if command.alone is not None:

@@ -18,7 +18,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from parallel3d.blueprint.keys import CHOSEN
 from parallel3d.checkpoint.identity import flat
-from parallel3d.cli.overrides import experiment_files, groups
+from parallel3d.cli.overrides import groups
+from parallel3d.cli.own_model import ModelClass, keys_given
+from parallel3d.cli.preset_files import experiment_files
 from parallel3d.cli.words import option
 from parallel3d.config.fields import (
     Key,
@@ -31,6 +33,7 @@ from parallel3d.config.fields import (
 )
 from parallel3d.config.values import FREE, LAYOUT
 from parallel3d.errors import UserError
+from parallel3d.models.survey import TARGET, OwnModelConfig
 from parallel3d.run_config import ALTERNATIVES, OPTIONS, Config, check_config, with_derived_keys
 
 EXPERIMENT = "experiment"
@@ -60,8 +63,16 @@ class GivenKeys:
         return _is_among(str(key), self.keys | {f"{section}." for section in self.presets})
 
 
-def given_by(words: Sequence[str], own: Path | None = None) -> GivenKeys:
-    """Returns the keys and presets that overrides give. `own` is the folder of --config-dir."""
+def given_by(
+    words: Sequence[str], own: Path | None = None, model: ModelClass | None = None
+) -> GivenKeys:
+    """Returns the keys and presets that overrides give.
+
+    Args:
+        words: the overrides of the command line.
+        own: the folder of --config-dir, or None.
+        model: the class of a user's own model, or None.
+    """
     pairs = [word.lstrip("+~").partition("=")[::2] for word in words]
     sections = sections_of(Config)
     keys = {f"{n}." if n in sections else n for n, _ in pairs if n not in groups()}
@@ -73,6 +84,9 @@ def given_by(words: Sequence[str], own: Path | None = None) -> GivenKeys:
                 presets |= {str(name).rpartition("/")[2] for name in entry}
         tree: Any = OmegaConf.to_container(file)
         keys |= {key for key, value in flat(tree).items() if value != MISSING}
+    if model is not None:  # the file of its preset is the user's own, as an experiment is
+        keys |= keys_given(words, own, model)
+        presets -= {"model"}
     return GivenKeys(keys, presets)
 
 
@@ -108,7 +122,10 @@ def continued(
     Raises UserError for a value of the last start that this version no longer allows.
     """
     old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
+    config, of_fields = _with_fields(config, there, given)
     left = {name for name, key in all_keys(Config).items() if key.meta["once"]}
+    if isinstance(config.model, OwnModelConfig) or isinstance(there.model, OwnModelConfig):
+        left |= {"model."}
     left |= {"prompt", *(f"{name}." for name in OPTIONS)}
     if "layout" in given:
         left |= {*OF_THE_PLANNER}
@@ -147,6 +164,7 @@ def continued(
     lost = {key for key in lost | changes.keys() if key not in given and now[key] != before[key]}
     lost -= {"dp"}  # the ranks decide it anew in every start
     kept = [f"{key}={show(value)}" for key, value in changes.items() if key not in lost]
+    kept += of_fields
     parts = []
     if kept:
         parts.append(f"values kept from its last start: {_shown(kept)}")
@@ -157,6 +175,30 @@ def continued(
     ]:
         parts.append(f"values that do not fit the layout of now: {_shown(gone)}")
     return found, f"run={config.run}: {'; '.join(parts)}" if parts else None
+
+
+def _with_fields(config: Config, there: Config, given: GivenKeys) -> tuple[Config, list[str]]:
+    """Returns `config` with the fields that its own model had at the last start and are not given.
+
+    Also returns words for those that differ from `config`. Raises UserError if the run has a
+    user's own model, and the start names none: a run's configuration alone never runs code.
+    """
+    old, new = there.model, config.model
+    if not isinstance(old, OwnModelConfig):
+        return config, []
+    if not isinstance(new, OwnModelConfig):
+        if "model" in given.presets:
+            return config, []
+        raise UserError(
+            f"run={config.run} has a model of your own, whose code only runs where a start names "
+            f"it: give {TARGET}={old._target_}, or start the script that gives it to fit(model=…)"
+        )
+    if old._target_ != new._target_:
+        return config, []
+    kept = {name: v for name, v in old.fields.items() if f"model.{name}" not in given}
+    words = [f"model.{n}={show(v)}" for n, v in kept.items() if new.fields.get(n, ...) != v]
+    model = replace(new, fields=new.fields | kept)
+    return replace(config, model=model), words
 
 
 def _shown(words: Sequence[str]) -> str:

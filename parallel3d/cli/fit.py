@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from parallel3d.cli.command_line import run_script
+from parallel3d.cli.own_model import of_script
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN
 from parallel3d.cli.words import keys_of
 from parallel3d.commands.train import train as train_command
@@ -22,19 +23,21 @@ from parallel3d.run.failure import full_stop
 from parallel3d.run_config import ALTERNATIVES
 
 if TYPE_CHECKING:
+    from parallel3d.models.own_model import Model
     from parallel3d.optim.own import OptimizerFactory
 
 
 def fit(
     config: Sequence[str] = (),
     *,
+    model: type[Model] | Model | partial[Model] | None = None,
     hooks: Sequence[Hook] = (),
     train: Samples | None = None,
     valid: Samples | None = None,
     optimizer: OptimizerFactory | None = None,
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Trains as `parallel3d train` does, with hooks of the script's own.
+    """Trains as `parallel3d train` does, with parts of the script's own.
 
         # my_train.py
         import parallel3d as p3d
@@ -51,6 +54,9 @@ def fit(
 
     Args:
         config: words as on the command line: keys and presets.
+        model: a model of the script's own, in place of the transformer: a class of `p3d.Model`,
+            `functools.partial` of one with values of fields, or an instance, which stands for its
+            class with its fields. A word `model.<field>=…` replaces the script's value.
         train: samples to train on, in place of the text of `data`: an object with `seq_length` and
             `sample(i)`, which returns a `Sample`, the same for the same i on every rank; or a
             function of the checked configuration that returns such an object on each rank. Its
@@ -69,6 +75,7 @@ def fit(
     argv = list(sys.argv)
     typed = argv[1:] if arguments is None else list(arguments)
     try:
+        own_model = None if model is None else of_script(model)
         check_hooks(hooks)
         words = [*_not_replaced(config, typed), *typed]
         if train is not None:
@@ -83,7 +90,7 @@ def fit(
     work = partial(train_command, own=OwnParts(tuple(hooks), train, valid, optimizer))
     command = replace(SUBCOMMANDS[TRAIN], work=work, needs_data=train is None)
     try:
-        code = run_script(command, words)
+        code = run_script(command, words, own_model)
     finally:
         sys.argv = argv  # Hydra has read its own
     if code:

@@ -9,6 +9,7 @@ from textwrap import dedent, indent, wrap
 from typing import NamedTuple
 
 from parallel3d.cli.overrides import groups, presets
+from parallel3d.cli.own_model import own_model_of
 from parallel3d.cli.subcommands import SUBCOMMANDS, Subcommand
 from parallel3d.cli.verbs import Verb
 from parallel3d.commands.options import CommandConfig
@@ -185,7 +186,8 @@ def of_subcommand(command: Subcommand, own: Path | None) -> str:
     app = command.name
     about, examples, most_used = COMMANDS[app]
     keys, section = all_keys(command.schema), f"{app.split()[0]}."
-    names = [name for name in keys if name.startswith(section) or name in most_used]
+    sections = (section, "model.") if own_model_of(command.schema) else (section,)
+    names = [name for name in keys if name.startswith(sections) or name in most_used]
     rows = [(keys[name].spelled(keys[name].default), keys[name].meta["help"]) for name in names]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)

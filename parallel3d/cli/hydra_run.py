@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
@@ -19,6 +19,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 
 from parallel3d.cli.overrides import VERSION, check_overrides, compose_tree, register
+from parallel3d.cli.own_model import ModelClass, schema_of
 from parallel3d.config.paths import at_home, check_path
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
@@ -100,13 +101,33 @@ def is_sweep() -> bool:
     return mode is not None and mode.name == "MULTIRUN"
 
 
-def order_arguments(
-    arguments: list[str], schema: type[Config] = Config
-) -> tuple[list[str], Path | None]:
-    """Returns the arguments with flags first, as argparse needs, and the folder of --config-dir.
+class Arguments(NamedTuple):
+    """The arguments of a command line, as Hydra takes them.
 
-    The folder is None without that flag. Raises UserError for an unknown flag, and for overrides
-    that are invalid or would have no effect.
+    Attributes:
+        words: the flags, which argparse needs first, and the checked overrides.
+        own: the folder of --config-dir; None without that flag.
+        schema: the schema of the subcommand, with the fields of a user's own model if one is named.
+    """
+
+    words: list[str]
+    own: Path | None
+    schema: type[Config]
+
+
+def order_arguments(
+    arguments: list[str], schema: type[Config] = Config, model: ModelClass | None = None
+) -> Arguments:
+    """Orders and checks the arguments of a command line.
+
+    Imports the class of a user's own model if an argument or a file that it chooses names it.
+    Raises UserError for an unknown flag, and for overrides that are invalid or would have no
+    effect.
+
+    Args:
+        arguments: the arguments.
+        schema: the schema of the subcommand.
+        model: what a script gives as `fit(model=…)`, or None.
     """
     parser = hydra_arguments()
     parser.error = _raise_argument_error
@@ -133,8 +154,9 @@ def order_arguments(
         ends = known.config_dir
         flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
     if not known.shell_completion:  # otherwise the argument is install=…, which is not an override
-        overrides = check_overrides(overrides, own, sweeps, schema)
-    return [*flags, *overrides], own
+        schema, preset = schema_of(schema, overrides, own, model)
+        overrides = [*check_overrides(overrides, own, sweeps, schema), *preset]
+    return Arguments([*flags, *overrides], own, schema)
 
 
 def _check_has_effect(word: str, sweeps: bool) -> None:

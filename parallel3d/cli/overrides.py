@@ -19,12 +19,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml.error import MarkedYAMLError
 
 from parallel3d.checkpoint.identity import flat
+from parallel3d.cli.own_model import completed, of_schema, schema_of
+from parallel3d.cli.preset_files import experiment_files
 from parallel3d.cli.words import as_typed, braces, in_one_line, last_of_each, option, quoted_twice
 from parallel3d.config.fields import (
+    REQUIRED,
     Key,
     all_keys,
     allowed,
@@ -72,20 +75,28 @@ def compose(
 
 def composed(overrides: Sequence[str], schema: type[Config] = Config) -> Config:
     """Composes a configuration without checking it as a whole. Raises UserError."""
+    schema, preset = schema_of(schema, overrides, None, None)
     kept = check_overrides(overrides, schema=schema)
     try:
-        config = config_of(compose_tree(kept, schema=schema))
+        config = config_of(compose_tree([*kept, *preset], schema=schema))
     except Exception as error:  # Hydra also passes on errors of Python's conversions
         raise composing_error(error, overrides, schema) from None
-    return typed_alternatives(config, overrides)
+    return completed(typed_alternatives(config, overrides), schema)
 
 
 def config_of(tree: DictConfig) -> Config:
     """Converts a composed tree to a configuration, with text exactly as it was written.
 
+    A user's own model has the fields that have values; `completed` makes it of them.
+
     Raises OmegaConf's errors for values of a wrong type, and UserError for text with a reference
     that has no value.
     """
+    if left := [key for key in OmegaConf.missing_keys(tree) if key.startswith("model.")]:
+        tree = tree.copy()
+        with open_dict(tree):
+            for key in left:
+                del tree.model[key.removeprefix("model.")]
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)  # it has the class of the registered schema
     keys = all_keys(type(config))
@@ -101,7 +112,7 @@ def config_of(tree: DictConfig) -> Config:
                     f"{value}; give it a value, or leave it out."
                 )
     held = {name: braces(value) for name, value in values.items() if keys[name].kind is dict}
-    return with_text(with_values(config, held))
+    return of_schema(with_text(with_values(config, held)))
 
 
 def compose_tree(
@@ -200,22 +211,6 @@ def left_open(experiment: str | None, own: Path | None = None) -> list[str]:
     return [key for key in all_keys(Config) if any(key in keys for keys in missing)]
 
 
-def experiment_files(experiment: str | None, own: Path | None = None) -> list[DictConfig]:
-    """Returns the contents of an experiment's file and of the files in its `defaults`."""
-    folders = [folder for folder in (own, conf_dir()) if folder is not None]
-    paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
-    path = next((path for path in paths if path.is_file()), None)
-    tree = None if path is None else read_yaml(path, all_keys(Config))
-    if not isinstance(tree, dict):
-        return []
-    values = OmegaConf.create(tree)
-    found = [values]
-    for entry in values.get("defaults", ()):
-        if isinstance(entry, str) and entry not in ("_self_", experiment):
-            found += experiment_files(entry.removeprefix("/experiment/"), own)
-    return found
-
-
 def check_overrides(
     words: Sequence[str],
     own: Path | None = None,
@@ -312,14 +307,15 @@ def _is_of_another_form(value: str, key: Key) -> bool:
 
 
 def _not_allowed(typed: str, key: Key) -> str:
-    default, value = key.spelled(key.default), typed.partition("=")[2]
+    usual = "" if key.default == REQUIRED else f"; the default is {key.spelled(key.default)}"
+    value = typed.partition("=")[2]
     also = ""
     if key.kind is str and not key.meta["choices"] and value[:1] in ("[", "{"):
         also = f"; text in brackets is quoted twice, as {quoted_twice(key.name, value)}"
         if key.holds is Path and "," in value:
             names = ",".join(name.strip() for name in value.strip("[]").split(","))
             also += f", and several names without them, as {quoted_twice(key.name, names)}"
-    return f"{typed}: {key.name} must be {allowed(key)}{also}; the default is {default}."
+    return f"{typed}: {key.name} must be {allowed(key)}{also}{usual}."
 
 
 def _not_read(word: str, schema: type[Config]) -> str:

@@ -80,6 +80,8 @@ class Key:
         return f"{self.typed}={show(value)}"
 
 
+REQUIRED = "???"  # the default of a key without one, as OmegaConf spells it
+
 # New names of keys that were renamed, by their old names.
 RENAMED = {"trace": "schedule.timeline"}
 
@@ -387,10 +389,8 @@ def check_value(name: str, value: Any, schema: type) -> None:
     if near is not value:
         is_long = isinstance(value, int) and not fits_64_bits(value)
         also = ", and fit into 64 bits" if is_long else ""
-        raise UserError(
-            f"{key.name}={show(value)} must be {allowed(key)}{also}; the nearest is "
-            f"{key.spelled(near)}."
-        )
+        close = "" if near == REQUIRED else f"; the nearest is {key.spelled(near)}"
+        raise UserError(f"{key.name}={show(value)} must be {allowed(key)}{also}{close}.")
     for path in paths_in(value, key.holds):
         check_path(key.name, path)
 

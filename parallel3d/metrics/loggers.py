@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ from parallel3d.metrics.wandb_ledger import (
     own_ids,
     replaced,
 )
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, saved_tree
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -354,7 +353,7 @@ class WandbLogger:
         import wandb
 
         config, run_dir = self._config, self._run_dir
-        content = dataclasses.asdict(config) | {"code": self._code}
+        content = saved_tree(config) | {"code": self._code}
         name = name_of_id(run_dir, id)
         run = wandb.init(
             # None lets W&B's own variables decide.

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -42,7 +42,7 @@ from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.starts import STARTS, Account, starts_of
 from parallel3d.models.flops import FLOPS_FORMULA, LESS_FROZEN, MFU_FORMULA
 from parallel3d.resolve import layout_of
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, saved_tree
 
 if TYPE_CHECKING:
     from parallel3d.trainer import Score
@@ -173,7 +173,7 @@ class Recorder:
                     )
                 )
             if name == "tensorboard":
-                values = asdict(config)
+                values = saved_tree(config)
                 self._loggers.append(TensorBoardLogger(values, run_dir, first, self._say, earlier))
         rows = screen.header_facts(config, self._length, self.peak) | dict(facts)
         rows |= {logger.label: logger.shown() for logger in self._loggers}

@@ -6,13 +6,17 @@ buckets and checkpoints read it by the functions of `declared.py`, as they read 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from parallel3d.models.keys import ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig, OwnModelKeys
 from parallel3d.parameters.declaration import FullTensor, Held
+
+TARGET = "model._target_"
 
 
 @dataclass(frozen=True)
@@ -60,5 +64,44 @@ class OwnModelConfig(ModelConfig):
 
 
 def survey_of(model: ModelConfig) -> ModelSurvey | None:
-    """Returns the survey of a user's own model, or None for the transformer."""
-    return model.survey if isinstance(model, OwnModelConfig) else None
+    """Returns the survey of a user's own model, or None for the transformer.
+
+    Raises UserError for a model of the user's own of which only the class's name is known, as this
+    start has not named it.
+    """
+    if not isinstance(model, OwnModelConfig):
+        return None
+    if model.survey is None:
+        raise UserError(
+            f"the model is {TARGET}={model._target_}, a class of your own, and its code is only "
+            f"run where the command names it: give {TARGET}={model._target_}"
+        )
+    return model.survey
+
+
+def unbound(target: str, fields: Mapping[str, Any]) -> OwnModelConfig:
+    """Returns the configuration of a user's own model without the model, whose code is not run."""
+    least = {"num_layers": 1, "seq_length": 1, "vocab_size": 2}
+    found = {name: fields.get(name) for name in least}
+    sizes = {name: n if type(n) is int else least[name] for name, n in found.items()}
+    name = target.rpartition(".")[2]
+    return OwnModelConfig(name=name, _target_=target, fields=dict(fields), **sizes)
+
+
+def tree_of(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of a model as a run saves them.
+
+    A user's own model has its fields in place of the transformer's keys.
+    """
+    if isinstance(model, OwnModelConfig):
+        return {"_target_": model._target_, **model.fields}
+    tree = dataclasses.asdict(model)
+    return {name: value for name, value in tree.items() if name not in OwnModelKeys.__annotations__}
+
+
+def model_of_tree(tree: Mapping[str, Any]) -> OwnModelConfig | None:
+    """Returns a user's own model as `tree_of` has saved it; None for the transformer."""
+    target = tree.get("_target_")
+    if not isinstance(target, str):
+        return None
+    return unbound(target, {name: value for name, value in tree.items() if name != "_target_"})

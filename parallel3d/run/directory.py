@@ -24,6 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -47,8 +48,9 @@ from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
 from parallel3d.metrics.starts import STARTS, starts_of
+from parallel3d.models.survey import model_of_tree
 from parallel3d.resolve import layout_of
-from parallel3d.run_config import OPTIONS, Config, check_plain
+from parallel3d.run_config import OPTIONS, Config, check_plain, saved_tree
 
 # Each start of a run writes its configuration atomically and only once. The newest configuration is
 # the one in use.
@@ -63,7 +65,7 @@ def save_config(
 ) -> None:
     """Writes the whole resolved configuration durably, after the line `comment` if there is one."""
     check_plain(config)
-    text = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)), resolve=True)
+    text = OmegaConf.to_yaml(OmegaConf.create(saved_tree(config)), resolve=True)
     replace_durably(directory / name, f"{comment}{text}".encode())
 
 
@@ -196,6 +198,10 @@ def read_config(path: Path) -> Config:
         raise ValueError(str(error)) from None
     if not tree:
         raise ValueError("it is empty")
+    model = tree.get("model") if isinstance(tree, Mapping) else None
+    if isinstance(model, Mapping) and "_target_" in model:
+        # No type is known for the fields of a user's own model, so they have those of YAML.
+        tree = {**tree, "model": yaml.safe_load(path.read_text(encoding="utf-8"))["model"]}
     return typed_config(tree)
 
 
@@ -211,12 +217,16 @@ def typed_config(tree: object) -> Config:
     # The configuration of an older run may hold keys that have been renamed or removed, none of
     # which change its computation, and options of subcommands, which used to be part of it.
     known = _without(tree, (*RENAMED, *REMOVED, *OPTIONS, "prompt"))
+    model = known.get("model")
+    own = model_of_tree(model) if isinstance(model, Mapping) else None
+    if own is not None:
+        del known["model"]
     typed: DictConfig = pickle.loads(_schema())
     typed.merge_with(known)
     config = OmegaConf.to_object(typed)
     if not isinstance(config, Config):
         raise TypeError(f"it holds a {type(config).__name__}")
-    return with_text(config)
+    return with_text(config if own is None else dataclasses.replace(config, model=own))
 
 
 def _without(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -385,7 +395,7 @@ def check_run(config: Config, *, may_resume: bool = False) -> None:
             f"run={config.run} exists, and its checkpoints in {directory} cannot be listed "
             f"({reason(error)}): start again when they can, or choose another run="
         ) from None
-    found = identity.changes(dataclasses.asdict(there), config)
+    found = identity.changes(saved_tree(there), config)
     is_over = not saved and status(directory) == "finished"
     if may_resume and not is_over:
         # Without a checkpoint, the run starts over, and any keys are allowed.
@@ -422,7 +432,9 @@ def take_run(config: Config, directory: Path) -> int | None:
             os.rename(own, gone)  # so that no start sees the folder half removed
             shutil.rmtree(gone)
         # A mere evaluation does not count as a start.
-        if not config.train.eval_only and newest_config(directory) != config:
+        newest = newest_config(directory)
+        is_new = newest is None or saved_tree(newest) != saved_tree(config)
+        if not config.train.eval_only and is_new:
             save_config(config, directory, next_name(directory))
     except BlockingIOError:
         raise UserError(

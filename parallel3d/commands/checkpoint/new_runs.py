@@ -59,7 +59,7 @@ from parallel3d.models.declared import states_of
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import check_run, filled_directory
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, saved_tree
 
 USUAL_SHARE = 0.1  # length of the proposed cooldown as a fraction of the steps so far
 AT_ONCE = 1 << 25  # maximum number of elements of full tensors in memory at a time
@@ -258,6 +258,4 @@ def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tenso
     scale = LossScale(config.precision).scale
     progress: dict[str, int | float | bool] = {**dict.fromkeys(COUNTS, 0), "loss_scale": scale}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_manifest(
-        folder, Manifest(0, progress, dataclasses.asdict(config), {}, now, versions(), files)
-    )
+    write_manifest(folder, Manifest(0, progress, saved_tree(config), {}, now, versions(), files))

@@ -22,9 +22,10 @@ import numpy as np
 
 from parallel3d.blueprint.dispatch import rank_load
 from parallel3d.blueprint.layout import DIMENSIONS
+from parallel3d.checkpoint.identity import flat
 from parallel3d.checkpoint.runs import find_run
 from parallel3d.comm.step_timer import KINDS
-from parallel3d.config.fields import show, values_of
+from parallel3d.config.fields import show
 from parallel3d.html import bar_key, colour, html_table, section, stacked_bar, whole_page
 from parallel3d.metrics.jsonl import COUNTS, rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
@@ -38,7 +39,7 @@ from parallel3d.run.directory import (
     read_config,
     read_json,
 )
-from parallel3d.run_config import Config
+from parallel3d.run_config import Config, saved_tree
 from parallel3d.text import duration, si
 
 COLUMNS = 1000  # maximum number of points of a curve on the page
@@ -405,12 +406,12 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
 
 def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
     """Returns a table of the keys whose values differ, or "" if there are none."""
-    trees = [values_of(config) for config in configs]
-    keys = [key for key in sorted(trees[0] if trees else ()) if key not in NOT_COMPARED]
+    trees = [flat(saved_tree(config)) for config in configs]
+    keys = [key for key in sorted({*()}.union(*trees)) if key not in NOT_COMPARED]
     rows = [
-        [f"<code>{key}</code>", *(escape(show(tree[key])) for tree in trees)]
+        [f"<code>{key}</code>", *(escape(show(tree.get(key))) for tree in trees)]
         for key in keys
-        if any(tree[key] != trees[0][key] for tree in trees)
+        if any(tree.get(key) != trees[0].get(key) for tree in trees)
     ]
     return html_table(head, rows) if rows else ""
 
