@@ -70,7 +70,7 @@ class Composer:
         self._bases: dict[tuple[str, ...], bytes] = {}
 
     def __call__(self, words: Sequence[str]) -> DictConfig:
-        ordered, _ = hydra_run.order_arguments([hydra_run.without_alias(word) for word in words])
+        ordered, *_ = hydra_run.order_arguments([hydra_run.without_alias(word) for word in words])
         chosen = tuple(word for word in ordered if _is_of_groups(word))
         if not all(_is_a_choice(word) for word in chosen):
             return _composed(ordered)

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from yaml.error import MarkedYAMLError
 
 from parallel3d.checkpoint.identity import flat
@@ -92,13 +92,14 @@ def config_of(tree: DictConfig) -> Config:
     Raises OmegaConf's errors for values of a wrong type, and UserError for text with a reference
     that has no value.
     """
-    if left := [key for key in OmegaConf.missing_keys(tree) if key.startswith("model.")]:
-        tree = tree.copy()
-        with open_dict(tree):
-            for key in left:
-                del tree.model[key.removeprefix("model.")]
+    left = [key for key in OmegaConf.missing_keys(tree) if key.startswith("model.")]
+    if left:  # OmegaConf would refuse to convert a tree without them
+        tree, kinds = tree.copy(), all_keys(typing.cast(type, OmegaConf.get_type(tree)))
+        for key in left:
+            OmegaConf.update(tree, key, kinds[key].kind())
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)  # it has the class of the registered schema
+    config = with_values(config, dict.fromkeys(left, REQUIRED))
     keys = all_keys(type(config))
     values = {name: value for name, value in values_of(config).items() if isinstance(value, str)}
     # OmegaConf replaces a reference without a value with the word None.

@@ -100,7 +100,7 @@ def of_script(model: Any) -> ModelClass:
     """
     typed = f"fit(model={_brief(model)})"
     given: dict[str, Any] = {}
-    cls = model
+    cls: Any = model
     if isinstance(model, functools.partial):
         cls = model.func
         check_class(cls, typed)
@@ -139,7 +139,11 @@ def check_class(found: Any, typed: str) -> None:
     from parallel3d.models.own_model import Model  # imported here, because it imports torch
 
     if not isinstance(found, type) or not issubclass(found, Model) or found is Model:
-        kind = f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
+        kind = (
+            f"the class {found.__name__}"
+            if isinstance(found, type)
+            else f"a {type(found).__name__}"
+        )
         raise UserError(
             f"{typed} must be a class of p3d.Model, but is {kind}: write it as "
             "class MyModel(p3d.Model)"
@@ -242,7 +246,9 @@ def schema_with(schema: type[AnyConfig], own: ModelClass) -> type[AnyConfig]:
         tuples |= {name} if is_tuple else set()
         value = _as_list(own.given.get(name, default))
         help = of_fields.get(name, {}).get("help", f"field of {own.title}")
-        low = {"minimum": 1, "maximum": 4096} if name == "num_layers" and hint is int else {}
+        low: dict[str, Any] = (
+            {"minimum": 1, "maximum": 4096} if name == "num_layers" and hint is int else {}
+        )
         fields.append((name, hint, key(value, help, choices=choices, **low)))
     section = dataclasses.make_dataclass(own.title, fields, namespace={"TUPLES": tuples})
     section.__doc__ = (cls.__doc__ or own.title).strip()
@@ -393,8 +399,8 @@ def _named(words: Sequence[str], own: Path | None) -> _Named:
                     if str(group).split()[-1].lstrip("/") == "model":
                         preset, word = str(name), typed["experiment"]
     files = own_presets(preset, own)
-    for file in files:
-        target = file.get("_target_") if target is None else target
+    for preset_file in files:
+        target = preset_file.get("_target_") if target is None else target
     keys = frozenset(f"model.{name}" for file in files for name in file)
     return _Named(target, preset, bool(files), word, keys)
 

@@ -83,7 +83,7 @@ def unbound(target: str, fields: Mapping[str, Any]) -> OwnModelConfig:
     """Returns the configuration of a user's own model without the model, whose code is not run."""
     least = {"num_layers": 1, "seq_length": 1, "vocab_size": 2}
     found = {name: fields.get(name) for name in least}
-    sizes = {name: n if type(n) is int else least[name] for name, n in found.items()}
+    sizes: dict[str, Any] = {n: v if type(v) is int else least[n] for n, v in found.items()}
     name = target.rpartition(".")[2]
     return OwnModelConfig(name=name, _target_=target, fields=dict(fields), **sizes)
 

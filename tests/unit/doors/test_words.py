@@ -350,7 +350,7 @@ def test_a_users_folder_is_read_as_written(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "mine" / name).write_text(text)
     monkeypatch.setattr(hydra_run.OwnFolder, "path", None)
     line = ["--config-dir=~/mine", "experiment=1.10", "seed=7"]
-    (flag, *words), own = hydra_run.order_arguments(line)
+    (flag, *words), own, _ = hydra_run.order_arguments(line)
     config = config_of(compose_tree(words))
     assert (flag, own) == (f"--config-dir={tmp_path}/mine", tmp_path / "mine")
     assert (config.run, config.runs_dir) == ("5e10423", f"{tmp_path}/runs")
