@@ -41,6 +41,7 @@ class LocalParameter(NamedTuple):
         decays: whether weight decay applies.
         muon: whether Muon may update it.
         frozen: whether no tensor in it is trained on any rank, so that it has no gradient.
+        wide: whether it is in fp32 or better although the run computes in 16 bits.
     """
 
     name: str
@@ -54,6 +55,7 @@ class LocalParameter(NamedTuple):
     decays: bool = True
     muon: bool = False
     frozen: bool = False
+    wide: bool = False
 
     @classmethod
     def of(cls, name: str, tensors: tuple[FullTensor, ...], tp: int, ep: int = 1) -> LocalParameter:
@@ -71,6 +73,7 @@ class LocalParameter(NamedTuple):
             expert=like.experts > 0,
             decays=like.decays,
             muon=like.muon,
+            wide=like.wide,
         )
 
 

@@ -142,7 +142,17 @@ class PipelineRank:
 
     def shards_of(self, parameter: LocalParameter) -> int:
         """Returns the number of ranks over which a parameter's optimizer state is sharded."""
+        if self.fully_sharded and not self.is_fully_sharded(parameter):
+            return 1
         return self.expert_shards if parameter.expert else self.shards
+
+    def is_fully_sharded(self, parameter: LocalParameter) -> bool:
+        """Returns whether FSDP2 shards a parameter, as it does to all but wide ones."""
+        return self.fully_sharded and self.item_of(parameter) == self.item
+
+    def item_of(self, parameter: LocalParameter) -> int:
+        """Returns the bytes of an element of a parameter as layers read it."""
+        return self.grad_item if parameter.wide else self.item
 
     def index_of(self, parameter: LocalParameter) -> int:
         """Returns the index of tensor-parallel rank 0 among the ranks that `shards_of` counts."""
@@ -312,15 +322,17 @@ def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
     """Returns the trained parameters of each bucket, in the order in which they lie in the bucket.
 
     The chunk of the last layers comes first, because its gradients are ready first. Gradients of
-    experts have buckets of their own, unless the run has one rank.
+    experts have buckets of their own, unless the run has one rank, and so have wide parameters.
+    FSDP2 has no buckets, except of wide parameters.
     """
     found = []
     apart = rank.layout.world_size > 1
     for chunk in reversed(rank.chunks):
-        ready = [parameter for parameter in reversed(chunk) if not parameter.frozen]
+        ready = [p for p in reversed(chunk) if not (p.frozen or rank.is_fully_sharded(p))]
         buckets: list[list[int]] = []
-        for experts in (False, True):
-            places = [i for i, p in enumerate(ready) if (p.expert and apart) is experts]
+        kinds = [(p.expert and apart, rank.item_of(p)) for p in ready]
+        for kind in dict.fromkeys(kinds):
+            places = [i for i, of in enumerate(kinds) if of == kind]
             sizes = [ready[i].numel * rank.grad_item for i in places]
             tied = rank.is_tied_to_another
             alone = [j for j, i in enumerate(places) if ready[i].tied and tied]
@@ -379,17 +391,17 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     """Returns the gradients that a rank sums over tp and then uses in its optimizer step.
 
     Frozen parameters have none. Without ZeRO the result has all gradients, by bucket. Under zero=1
-    it has the rank's part of every bucket, and under zero=2 and 3 its rows of every parameter.
+    it has the rank's part of every bucket, and under zero=2 and 3 its rows of every parameter that
+    FSDP2 shards.
     """
     found = []
     if rank.fully_sharded:
-        for p in rank.trained:
+        for p in filter(rank.is_fully_sharded, rank.trained):
             shards, at = rank.shards_of(p), rank.index_of(p)
             most = sharded_numel(p, shards)
             first, end = (min(p.numel, most * i) for i in (at, at + 1))
             shared = p.owners * (end - first if p.shared == p.numel else p.shared)
             found.append(FlatShard([(p, first, end - first)], shared))
-        return found
     for bucket in buckets_of(rank):
         shards = rank.shards_of(bucket[0])
         own = bucket_numel(bucket, rank) // shards

@@ -68,9 +68,9 @@ def build_buckets(
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in the reverse of the given (forward) order.
 
-    Each parameter becomes a view of its bucket, in `param_dtype`, and gets a `main_grad`. The
-    values, in fp32 or better, become the masters. All parameters of a bucket have their copies on
-    the same ranks.
+    Each parameter becomes a view of its bucket, in `param_dtype` or wider (`ParameterSpec.dtype`),
+    and gets a `main_grad`. The values, in fp32 or better, become the masters. All parameters of a
+    bucket have one dtype, and their copies on the same ranks.
 
     Args:
         bucket_cap_mb: size in MiB at which a bucket closes, or None for the default sizes.
@@ -83,11 +83,12 @@ def build_buckets(
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
     accelerated = bool(ready) and is_accelerator(ready[0][1].device)
-    by_data: dict[Group, list[int]] = {}
+    alike: dict[tuple[Group, torch.dtype], list[int]] = {}
     for i, (_, p) in enumerate(ready):
-        by_data.setdefault(groups_of(spec_of(p)).data, []).append(i)
+        spec = spec_of(p)
+        alike.setdefault((groups_of(spec).data, spec.dtype(param_dtype)), []).append(i)
     buckets: list[list[int]] = []
-    for places in by_data.values():
+    for places in alike.values():
         sizes = (ready[i][1].numel() * item for i in places)
         # Tied tables have separate buckets, so that both stages shard them equally.
         apart = {j for j, i in enumerate(places) if spec_of(ready[i][1]).tied}
@@ -109,12 +110,13 @@ def segment_kind(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
 def _build(
     index: int,
     params: dict[str, nn.Parameter],
-    dtype: torch.dtype,
+    param_dtype: torch.dtype,
     sharded: bool,
     groups_of: GroupsOf,
     values: InitFn,
 ) -> Bucket:
-    data = groups_of(spec_of(next(iter(params.values())))).data
+    spec = spec_of(next(iter(params.values())))
+    data, dtype = groups_of(spec).data, spec.dtype(param_dtype)
     shards = data if sharded else SINGLE
     device = next(iter(params.values())).device
     accum_dtype = torch.promote_types(dtype, torch.float32)
@@ -238,9 +240,9 @@ class BucketedDataParallel:
             self._register_hooks(number, parameter)
 
     def _hold(self, name: str, parameter: nn.Parameter, values: InitFn) -> Constant:
-        """Converts a frozen parameter to the compute dtype, and returns it as a constant."""
-        parameter.data = values(parameter).detach().to(self.dtype)
+        """Converts a frozen parameter to its dtype in this run, and returns it as a constant."""
         spec = spec_of(parameter)
+        parameter.data = values(parameter).detach().to(spec.dtype(self.dtype))
         span = ParameterSpan(name, spec, 0, parameter.numel())
         return Constant(parameter.detach().view(-1), span, self.groups_of(spec))
 

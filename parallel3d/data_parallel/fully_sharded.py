@@ -6,6 +6,10 @@ after its forward and gathered again for its backward. The other parameters, and
 under ZeRO 2, stay gathered until the step's last backward. ZeRO 2 therefore holds frozen parameters
 whole, and ZeRO 3 shards them in the compute dtype.
 
+FSDP2 gathers all parameters of a unit in one dtype. Parameters that stay in fp32 in a run of 16
+bits (`ParameterSpec.wide`), which are a few vectors, are therefore whole on every rank, in buckets
+of their own, which are reduced when the step ends.
+
 This module extends FSDP2 with sums instead of means (the loss is already divided), one flat
 gradient buffer, the names of parameters without a gradient, and our own collectives, which are
 timed, logged and counted, and use shared memory on one host.
@@ -28,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.device import accelerator
 from parallel3d.parameters.copies import GroupsOf
 from parallel3d.parameters.initializer import Initializer
@@ -68,6 +73,7 @@ class FullyShardedDataParallel:
     Attributes:
         segments: flat shards that this rank steps, one per parameter.
         constants: frozen parameters, or with stage 3 this rank's shards of them.
+        wide: the engine of the parameters that FSDP2 does not shard, or None if there are none.
     """
 
     def __init__(
@@ -97,9 +103,24 @@ class FullyShardedDataParallel:
         self.every_microbatch = every_microbatch
         self.reduces_each = every_microbatch  # whether each backward of this step reduces
         ignored = {p for p in root.parameters() if not p.requires_grad} if zero == 2 else set()
+        wide = {p for p in root.parameters() if spec_of(p).dtype(dtype) != dtype}
+        ignored -= wide
+
+        def values_of(parameter: nn.Parameter) -> Tensor:
+            drawn = initializer.deferred
+            return initializer.values(spec_of(parameter)) if drawn else parameter.detach()
+
         for parameter in ignored:
-            values = initializer.values(spec_of(parameter)) if initializer.deferred else parameter
-            parameter.data = values.detach().to(dtype)
+            parameter.data = values_of(parameter).to(dtype)
+        self.wide: BucketedDataParallel | None = None
+        if wide:
+            chunks = [
+                {name: p for name, p in stage.named_parameters() if p in wide} for stage in stages
+            ]
+            self.wide = BucketedDataParallel(
+                chunks, dtype, groups_of, 0, overlap=False, values=values_of
+            )
+        ignored |= wide
         for module, held in divided:  # each unit is sharded before the next is drawn
             _draw_own_rows(module, initializer, held.shards, dtype, ignored)
             # The backward needs the root's parameters first, so they stay gathered.
@@ -134,11 +155,12 @@ class FullyShardedDataParallel:
                 block.set_modules_to_backward_prefetch([nearest])
         self.parameters: dict[str, nn.Parameter] = _named(stages)
         self.without_gradient: set[str] = set()
-        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        sharded = {name: p for name, p in self.parameters.items() if p not in wide}
+        self.trained = {name: p for name, p in sharded.items() if p.requires_grad}
         numel: Counter[ShardGroups] = Counter()
         for name, parameter in self.trained.items():
             numel[self.held[name]] += _local(parameter).numel()
-        device = _local(next(iter(self.parameters.values()))).device
+        device = _local(next(iter(sharded.values()))).device
         self.gradients = {
             held: torch.zeros(n, dtype=accum_dtype, device=device) for held, n in numel.items()
         }
@@ -146,7 +168,7 @@ class FullyShardedDataParallel:
         self.gradient_of: dict[str, Tensor] = {}
         self.constants: list[Constant] = []
         used: Counter[ShardGroups] = Counter()
-        for name, parameter in self.parameters.items():
+        for name, parameter in sharded.items():
             state, held = state_of(parameter), self.held[name]
             state.spec = specs[name]
             state.compute_dtype = dtype
@@ -161,6 +183,9 @@ class FullyShardedDataParallel:
             if span.numel:  # if there are fewer rows than ranks, some shards are empty
                 copies = replace(groups_of(specs[name]), data=held.replicas)
                 self.segments.append(Segment(flat, grad, flat, [span], copies))
+        if self.wide is not None:
+            self.segments += self.wide.segments
+            self.constants += self.wide.constants
 
     def _constant(
         self, name: str, parameter: nn.Parameter, flat: Tensor, groups_of: GroupsOf
@@ -192,7 +217,8 @@ class FullyShardedDataParallel:
         """Returns the spans that rank `index` of dp steps, in the order of its segments."""
         sizes = {name: self.held[name].shards.size for name in self.trained}
         spans = (self._span(name, index % size) for name, size in sizes.items())
-        return [span for span in spans if span.numel]
+        whole = [] if self.wide is None else self.wide.spans_of(index)
+        return [*(span for span in spans if span.numel), *whole]
 
     def _span(self, name: str, shard: int) -> ParameterSpan:
         rows, *row = self.whole[name]
@@ -219,6 +245,8 @@ class FullyShardedDataParallel:
         # refuses to add these unless every parameter has had a backward before.
         self.reduces_each = self.every_microbatch or microbatches == 1
         self._last_backward(False)
+        if self.wide is not None:
+            self.wide.start_step(microbatches)
 
     def start_last_microbatch(self) -> None:
         """Lets the next backward, the last of the step, free the parameters."""
@@ -235,7 +263,8 @@ class FullyShardedDataParallel:
         for held, flat in self.gradients.items():
             if self.every_microbatch and held.replicas.size > 1:
                 collectives.all_reduce(flat, held.replicas)
-        return [name for name in self.parameters if name in self.without_gradient]
+        missing = self.without_gradient | set(() if self.wide is None else self.wide.finish_step())
+        return [name for name in self.parameters if name in missing]
 
     def tied_gradient(self, name: str) -> Tensor:
         return self.gradient_of[name]
@@ -343,7 +372,8 @@ def _draw_own_rows(
 ) -> None:
     """Allocates a unit's deferred parameters, and draws the rows of this rank's shard.
 
-    Frozen parameters are converted to the compute dtype `dtype`.
+    Frozen parameters are converted to the compute dtype `dtype`. Those in `ignored` are left as
+    they are.
     """
     for parameter in unit.parameters():
         if isinstance(parameter, DTensor) or parameter in ignored:  # a DTensor is sharded already

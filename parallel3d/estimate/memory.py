@@ -246,17 +246,12 @@ def _peak(rank: PipelineRank, layers: LayerMemories) -> RankMemory:
 
 def _state(rank: PipelineRank) -> RankMemory:
     """Returns the memory of the states that exist throughout a step."""
-    optim, zero, item, wide = (
-        rank.blueprint.optim,
-        rank.blueprint.data.zero,
-        rank.item,
-        rank.grad_item,
-    )
-    spread = rank.fully_sharded
+    optim, zero, wide = rank.blueprint.optim, rank.blueprint.data.zero, rank.grad_item
     moment = 2 if optim.state == "bf16" else wide
-    size = _block if spread else float  # a bucket has one tensor for several parameters
     parameters = gradients = masters = optimizer = 0.0
     for p, count in _held(rank):
+        item, spread = rank.item_of(p), rank.is_fully_sharded(p)
+        size = _block if spread else float  # a bucket has one tensor for several parameters
         own = float(sharded_numel(p, rank.shards_of(p)) if spread else p.numel)
         if not spread or p.frozen:
             parameters += count * size(item * (own if spread and zero == 3 else p.numel))

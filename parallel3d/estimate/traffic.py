@@ -11,6 +11,7 @@ from parallel3d.blueprint.buckets import Home, homes, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.dispatch import ALL_TO_ALL, chosen_way, share_sent
 from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.parameters import LocalParameter
 from parallel3d.blueprint.rank import (
     LayersOfKind,
     PipelineRank,
@@ -411,16 +412,17 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 
     See data_parallel/reducer.py.
     """
-    blueprint = rank.blueprint
     if rank.last:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
-    if blueprint.data.zero > 1:
+    if rank.fully_sharded:
         yield from _fully_sharded(rank)
-        return
-    buckets = buckets_of(rank)
-    numels = Counter((bucket[0].expert, bucket_numel(bucket, rank)) for bucket in buckets)
-    for (experts, numel), count in numels.items():
-        yield from _buckets(rank, experts, numel, count)
+    # Alike are buckets whose first parameters are, and that have as many elements.
+    alike: dict[tuple[bool, bool, int], list[LocalParameter]] = {}
+    for bucket in buckets_of(rank):
+        like, numel = bucket[0], bucket_numel(bucket, rank)
+        alike.setdefault((like.expert, like.wide, numel), []).append(like)
+    for (_, _, numel), of in alike.items():
+        yield from _buckets(rank, of[0], numel, len(of))
 
 
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
@@ -439,7 +441,7 @@ def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
     Expert matrices are not split over tp, so they are only exchanged over edp.
     """
     blueprint, layout = rank.blueprint, rank.layout
-    table = [p for p in rank.trained if p.expert is experts]
+    table = [p for p in rank.trained if p.expert is experts and not p.wide]
     if not table:
         return
     here, shards = rank.index_of(table[0]), rank.shards_of(table[0])
@@ -489,7 +491,7 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     whole = blueprint.data.zero == 2  # whether frozen parameters are whole on every rank
     gathered: Counter[tuple[str, bool]] = Counter()
     numels: Counter[tuple[str, bool]] = Counter()
-    for p in rank.parameters:
+    for p in filter(rank.is_fully_sharded, rank.parameters):
         block = p.name.startswith("layers.")
         unit = ".".join(p.name.split(".")[:2]) if block else "rest"
         dp = rank.shards_of(p)
@@ -509,27 +511,32 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
         # Even with a single micro-batch, the gradients of each backward are reduced separately.
         apart = unit == "rest" and every == microbatches
         read, dp = map(rank.ends_read, rank.stages), rank.shards
-        trained = [[p for p in mine if not p.frozen] for mine in read]
+        trained = [[p for p in mine if not p.frozen and rank.is_fully_sharded(p)] for mine in read]
         ends = [dp * sum(sharded_numel(p, dp) for p in mine) for mine in trained if mine]
         for reduced in ends if apart else [numel]:
             yield Transfer(dim, "reduce_scatter", reduced * rank.grad_item, every, "gradients")
 
 
-def _buckets(rank: PipelineRank, experts: bool, numel: int, count: int) -> Iterator[Transfer]:
+def _buckets(
+    rank: PipelineRank, like: LocalParameter, numel: int, count: int
+) -> Iterator[Transfer]:
     """Yields the collectives of `count` gradient buckets of `numel` elements each.
 
-    See reducer.py, engine.py and comm_hooks.py in `data_parallel`.
+    All of them hold parameters like `like`. See reducer.py, engine.py and comm_hooks.py in
+    `data_parallel`.
     """
-    dim = "edp" if experts else rank.layout.replica_dim
+    dim = "edp" if like.expert else rank.layout.replica_dim
     if rank.blueprint.data.comm_hook == "bf16":
         half = 2 * padded_numel(numel, group_size(dim, rank.layout))
         yield Transfer(dim, "all_to_all", half, count, "gradient buckets")
         yield Transfer(dim, "all_gather", half, count, "gradient buckets")
         return
-    op = "reduce_scatter" if rank.blueprint.data.zero else "all_reduce"
+    sharded = rank.blueprint.data.zero > 0 and not rank.fully_sharded
+    op = "reduce_scatter" if sharded else "all_reduce"
     yield Transfer(dim, op, numel * rank.grad_item, count, "gradient buckets")
-    if rank.blueprint.data.zero:
-        yield Transfer(dim, "all_gather", numel * rank.item, count, "stepped parameters")
+    if sharded:
+        nbytes = numel * rank.item_of(like)
+        yield Transfer(dim, "all_gather", nbytes, count, "stepped parameters")
 
 
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:

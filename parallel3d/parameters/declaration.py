@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
+LOG, INVERSE_SOFTPLUS = "log", "inverse_softplus"
+
 
 class Dimension(NamedTuple):
     """A dimension of full tensors.
@@ -37,6 +39,21 @@ class Dimension(NamedTuple):
         return (self.padded or self.size) * self.copies(tp) // tp
 
 
+class Drawn(NamedTuple):
+    """Initial values that are drawn between two bounds and then mapped.
+
+    Attributes:
+        low, high: the bounds.
+        value: LOG: the logarithm of a uniform number, as for the decay rates of Mamba and gated
+            DeltaNet. INVERSE_SOFTPLUS: the number whose softplus is log-uniform, as for their time
+            steps.
+    """
+
+    low: float
+    high: float
+    value: str
+
+
 class FullTensor(NamedTuple):
     """A full tensor of a model; with experts, the equal tensors of all experts of a layer.
 
@@ -54,9 +71,12 @@ class FullTensor(NamedTuple):
         experts: number of experts that have such a tensor, which expert parallelism divides over
             ranks; 0: it is no expert's.
         is_state: whether it is a state, which has no gradient and which no optimizer updates.
-        wide: whether an export writes it in fp32 (or fp64) although the model is in 16 bits. A
-            state is also kept so by a run in 16 bits.
+        wide: whether it is in fp32 (or fp64) although the model is in 16 bits: its layer reads it
+            so, and checkpoints and exports contain it so. A few such vectors are whole on every
+            data-parallel rank under zero=2 and 3, where FSDP2 shards all others. Muon may update
+            none. The tensors of one local parameter agree in it.
         tied: whether it is the table of both embedding and head.
+        drawn: how its initial values are drawn, if they do not follow from `std` and `fill`.
     """
 
     name: str
@@ -71,6 +91,7 @@ class FullTensor(NamedTuple):
     is_state: bool = False
     wide: bool = False
     tied: bool = False
+    drawn: Drawn | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.device import accelerator
 from parallel3d.host.quotas import available_cores
+from parallel3d.parameters.declaration import LOG, Drawn
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import state_of
 
@@ -68,9 +69,12 @@ class Initializer:
         """Writes the initial values of a shard into `out`, a tensor of its shape."""
         if not accelerator.has_values(out.device):
             return
-        if shard.std == 0.0:
+        if shard.std == 0.0 and shard.drawn is None:
             out.fill_(shard.fill)
             return
+        if len(shard.shape) == 1:  # a vector is drawn as one row
+            shard = replace(shard, start=(0, *shard.start), shape=(1, *shard.shape))
+            out = out.unsqueeze(0)
         row0, (rows, cols) = shard.start[0], shard.shape
         # The number of rows in a band is a multiple of that in a tile.
         height = max(1, BAND // (TILE * cols)) * TILE
@@ -88,10 +92,10 @@ class Initializer:
             i, j = tile
             up, down = max(top, i * TILE), min(bottom, (i + 1) * TILE)
             west, east = max(left, j * TILE), min(left + cols, (j + 1) * TILE)
-            values = self._tile(shard.name, i, j, rows=down - i * TILE)
+            values = self._tile(shard, i, j, rows=down - i * TILE)
             inside = values[up - i * TILE : down - i * TILE, west - j * TILE : east - j * TILE]
             out = band[up - top : down - top, west - left : east - left]
-            np.multiply(inside, np.float32(shard.std), out=out)
+            np.multiply(inside, np.float32(1.0 if shard.drawn else shard.std), out=out)
 
         down = range(top // TILE, (bottom - 1) // TILE + 1)
         across = range(left // TILE, (left + cols - 1) // TILE + 1)
@@ -105,15 +109,28 @@ class Initializer:
                 list(pool.map(draw, tiles))
         return band
 
-    def _tile(self, name: str, i: int, j: int, rows: int = TILE) -> np.ndarray:
-        """Returns the first rows of a tile of standard normal values, in float32 for all dtypes.
+    def _tile(self, shard: ShardSpec, i: int, j: int, rows: int) -> np.ndarray:
+        """Returns the first rows of a tile, in float32 for all dtypes.
 
-        Rows are drawn in order, so `rows` changes no value.
+        The values are standard normal, or those that `shard.drawn` says. Rows are drawn in order,
+        so `rows` changes no value.
         """
-        digest = hashlib.blake2b(f"{self.seed}/{name}/{i}/{j}".encode(), digest_size=16).digest()
-        key = np.frombuffer(digest, dtype=np.uint64)
+        site = f"{self.seed}/{shard.name}/{i}/{j}".encode()
+        key = np.frombuffer(hashlib.blake2b(site, digest_size=16).digest(), dtype=np.uint64)
         stream = np.random.Generator(np.random.Philox(key=key))
-        return stream.standard_normal((rows, TILE), dtype=np.float32)
+        if shard.drawn is None:
+            return stream.standard_normal((rows, TILE), dtype=np.float32)
+        return between(shard.drawn, stream.random((rows, TILE)))
+
+
+def between(drawn: Drawn, uniform: np.ndarray) -> np.ndarray:
+    """Maps uniform numbers in [0, 1) to initial values, in float32."""
+    low, high = drawn.low, drawn.high
+    uniform = 1.0 - uniform  # in (0, 1], so that no logarithm is infinite if `low` is 0
+    if drawn.value == LOG:
+        return np.log(low + (high - low) * uniform).astype(np.float32)
+    softplus = low * (high / low) ** uniform
+    return np.log(np.expm1(softplus)).astype(np.float32)
 
 
 def drawing_threads(device: torch.device) -> int:

@@ -14,10 +14,11 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from parallel3d.parameters.declaration import FullTensor
+    from parallel3d.parameters.declaration import Drawn, FullTensor
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ShardSpec:
             norms of heads, and for key-value heads if there are fewer of them than ranks. Each rank
             has only the gradient of its own query heads, so these ranks sum their gradients.
         muon: whether Muon may update the tensor.
+        drawn: how the initial values are drawn, if they do not follow from `std` and `fill`.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ShardSpec:
     fill: float = 0.0
     tp_replicas: int = 1
     muon: bool = False
+    drawn: Drawn | None = None
 
     def of_full(self, full: Tensor) -> Tensor:
         """Returns the shard as a view of the full tensor."""
@@ -78,6 +81,7 @@ class ParameterSpec:
         uses: how often a forward pass reads it, which is twice for a tied table if one rank holds
             the first and the last stage.
         decays: whether weight decay applies, as it does to all but biases and norms.
+        wide: whether it is in fp32 or better although the run computes in 16 bits.
     """
 
     shape: tuple[int, ...]
@@ -87,6 +91,7 @@ class ParameterSpec:
     uses: int = 1
     is_expert: bool = False
     decays: bool = True
+    wide: bool = False
 
     @classmethod
     def of(
@@ -113,6 +118,7 @@ class ParameterSpec:
                     tensor.fill,
                     tensor.summed_over(tp),
                     tensor.muon,
+                    tensor.drawn,
                 )
                 shards.append(shard)
             row += shape[0]
@@ -122,7 +128,12 @@ class ParameterSpec:
             like.is_replicated(tp),
             is_expert=like.experts > 0,
             decays=like.decays,
+            wide=like.wide,
         )
+
+    def dtype(self, computed: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the parameter in a run that computes in `computed`."""
+        return torch.promote_types(computed, torch.float32) if self.wide else computed
 
     def by_kind(
         self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int

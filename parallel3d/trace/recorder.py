@@ -219,7 +219,8 @@ class LayerRun:
         self.gradients = WeightGradients()
         if wanted.sharded:  # FSDP2 gathers the parameters, and takes each gradient from `.grad`
             for p in self.stage.parameters():
-                p.data = torch.empty(p.shape, dtype=dtype, device=self.device)
+                held_in = spec_of(p).dtype(dtype)
+                p.data = torch.empty(p.shape, dtype=held_in, device=self.device)
                 if p.requires_grad and spec_of(p).is_expert:
                     p.register_post_accumulate_grad_hook(recorder.experts_done)
         else:

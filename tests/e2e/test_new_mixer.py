@@ -24,6 +24,8 @@ PLAYED = (
     {"tp": 2, "sp": True, "recompute": "[norm,attention]"},
     {"pp": 2, "rank": 0, "recompute": "full"},
     {"cp": 2},
+    {"dp": 2, "tp": 2, "zero": 1},
+    {"dp": 2, "zero": 3},
 )
 LARGE = ("model=llama3_8b", LAYERS, "model.num_layers=4", "cluster=dgx_h100")
 
@@ -72,10 +74,10 @@ def test_a_new_mixer_trains_like_its_reference_under_any_layout(copy: Path) -> N
 def test_a_new_mixer_is_verified_saved_resumed_elsewhere_and_generates(copy: Path) -> None:
     words = (*SMALL, "tp=2", "verify.steps=2", "precision=fp64")
     assert "The layout does not change the model." in told(copy, "verify", *words)
-    own = ("run=gated", "logger=none", "checkpoint.every=2")
-    told(copy, "train", *SMALL, *own, "train.steps=2")
-    resumed = told(copy, "train", "run=gated", "tp=2", "train.steps=4")
-    assert "resumes at step 3; layout: tp 1 → 2" in resumed
+    own = ("run=gated", "logger=none", "checkpoint.every=2", "precision=bf16", "zero=3")
+    told(copy, "train", *SMALL, *own, "dp=2", "train.steps=2")
+    resumed = told(copy, "train", "run=gated", "tp=2", "dp=1", "zero=1", "train.steps=4")
+    assert "resumes at step 3; layout: dp 2 → 1, tp 1 → 2, zero 3 → 1" in resumed
     assert "step 4" in told(copy, "generate", "run=gated", "prompt=ab", "generate.max_tokens=5")
     done = ran(copy, "parallel3d", "checkpoint", "export", "run=gated", "to=hf")
     assert done.returncode == 2

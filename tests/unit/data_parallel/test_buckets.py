@@ -95,6 +95,25 @@ def test_buckets_are_in_reverse_forward_order_and_hold_every_value() -> None:
     assert all(not p.any() for _, p in parameters), "the model must read the flat buffer"
 
 
+def test_a_parameter_that_stays_in_fp32_has_a_bucket_of_its_own_in_16_bits() -> None:
+    def held(dtype: torch.dtype) -> list[tuple[list[str], torch.dtype, torch.dtype]]:
+        parameters = named()
+        state = state_of(parameters[1][1])
+        assert state.spec is not None
+        state.spec = replace(state.spec, wide=True)
+        before = parameters[1][1].detach().clone()
+        buckets = build_buckets(parameters, 1.0, dtype)
+        assert torch.equal(parameters[1][1], before)
+        return [(sorted(b.params), b.param.dtype, b.grad.dtype) for b in buckets]
+
+    weights, whole = ["first.weight", "last.weight"], torch.float32
+    assert held(torch.bfloat16) == [
+        (["first.norm"], whole, whole),
+        (weights, torch.bfloat16, whole),
+    ]
+    assert held(whole) == [(["first.norm", *weights], whole, whole)]
+
+
 def test_segments_separate_parameters_with_different_treatment() -> None:
     (bucket,) = build_buckets(named(), 1.0, torch.float64)
     kinds = [(s.spec.decays, s.spec.replicated, s.param.numel()) for s in bucket.segments]

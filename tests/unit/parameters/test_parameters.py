@@ -3,17 +3,20 @@ whole matrix."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from parallel3d.device import accelerator
 from parallel3d.parameters import gradients, initializer
+from parallel3d.parameters.declaration import INVERSE_SOFTPLUS, LOG, Drawn
 from parallel3d.parameters.gradients import add_matmul, supports_wide_addmm
 from parallel3d.parameters.initializer import TILE, Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -66,6 +69,34 @@ def test_values_have_the_given_deviation() -> None:
     values = draw(3, "w", (1024, 1024), (0, 0), (1024, 1024))
     assert values.mean().abs() < 1e-4
     assert values.std().item() == pytest.approx(0.02, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "uniform"),
+    [
+        (Drawn(0.0, 16.0, LOG), lambda x: x.exp()),
+        (Drawn(1e-3, 0.1, INVERSE_SOFTPLUS), lambda x: softplus(x).log()),
+    ],
+    ids=["decay", "time step"],
+)
+def test_a_drawn_vector_is_uniform_when_mapped_back_and_cut_anywhere(
+    drawn: Drawn, uniform: Callable[[Tensor], Tensor]
+) -> None:
+    def part(start: int, numel: int) -> Tensor:
+        out = torch.full((numel,), float("nan"))
+        shard = ShardSpec("x", (5000,), (start,), (numel,), drawn=drawn)
+        Initializer(5, torch.float32, CPU).fill(shard, out)
+        return out
+
+    whole = part(0, 5000)
+    for start, numel in ((0, 1), (200, 300), (255, 2), (4000, 1000)):
+        assert torch.equal(part(start, numel), whole[start : start + numel])
+    low, high = drawn.low, drawn.high
+    if drawn.value == INVERSE_SOFTPLUS:
+        low, high = math.log(low), math.log(high)
+    places = (uniform(whole.double()) - low) / (high - low)
+    ranks = (torch.arange(5000) + 0.5) / 5000
+    assert (places.sort().values - ranks).abs().max() < 0.03  # Kolmogorov's distance
 
 
 def test_fp64_holds_the_same_values_as_fp32() -> None:
