@@ -111,7 +111,8 @@ class Trainer(RankTrainer):
         self.config, self.corpus, self.valid_files = config, corpus, valid_files
         samples = StepSamples(
             train_source,
-            checks_tokens=corpus is None,
+            checks_tokens=corpus is None and config.model.has_vocabulary,
+            is_own=corpus is None,
             document_mask=config.data.masks_documents,
             held_out=valid_source,
             held_out_parts=held_out_parts,

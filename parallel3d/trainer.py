@@ -253,6 +253,7 @@ class StepSamples:
     Attributes:
         train: the training samples.
         checks_tokens: whether tokens may be outside the vocabulary, as in a user's own source.
+        is_own: whether the samples come from a user's own source, which is not read ahead.
         document_mask: whether tokens attend only to their own document.
         held_out: the held-out samples, or None.
         held_out_parts: the held-out samples of each part of a blend, by name.
@@ -265,6 +266,7 @@ class StepSamples:
 
     train: SampleSource
     checks_tokens: bool
+    is_own: bool
     document_mask: bool
     held_out: SampleSource | None
     held_out_parts: Mapping[str, SampleSource]
@@ -346,7 +348,7 @@ class RankTrainer:
     def use_samples(self, samples: StepSamples) -> None:
         """Trains and evaluates with these samples from now on."""
         self.samples = samples
-        self.train_batches = self._batches(samples.train, ahead=not samples.checks_tokens)
+        self.train_batches = self._batches(samples.train, ahead=not samples.is_own)
         self.held_out = None if samples.held_out is None else self._evaluated(samples.held_out)
         parts, sets = samples.held_out_parts.items(), samples.valid_sets.items()
         self.held_out_parts = {name: self._evaluated(part) for name, part in parts}

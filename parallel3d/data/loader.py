@@ -254,8 +254,13 @@ def checked(sample: Sample, number: int, vocab_size: int) -> Sample:
     On an accelerator, a token beyond the vocabulary would become a vector of zeros, and weights in
     a mask would count as ones; either would give a finite but wrong loss. Raises UserError.
     """
-    tokens, mask = np.asarray(sample.tokens), np.asarray(sample.loss_mask)
     named = f"sample {number} of train_source or valid_source"
+    if not hasattr(sample, "tokens") or not hasattr(sample, "loss_mask"):
+        raise UserError(
+            f"{named} is of type {type(sample).__name__}, but the transformer takes only "
+            "p3d.Sample(tokens, loss_mask); other samples are for a model of your own"
+        )
+    tokens, mask = np.asarray(sample.tokens), np.asarray(sample.loss_mask)
     if tokens.ndim != 1 or mask.shape != (len(tokens) - 1,):
         raise UserError(
             f"{named}: tokens have shape {tokens.shape} and loss_mask {mask.shape}: they must be "

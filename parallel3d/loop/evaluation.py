@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel3d.build import Trainer
@@ -14,13 +15,16 @@ from parallel3d.loop.step_hooks import StepHook
 from parallel3d.metrics.jsonl import append_line
 from parallel3d.metrics.recorder import evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines
+from parallel3d.metrics.units import units_of
 from parallel3d.optim.optimizer import EMA
 from parallel3d.resolve import layout_of
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import Score, StepResult
 
 EVALUATIONS = "evaluations.jsonl"  # the file to which `train.eval_only` appends
-EvaluationResult = tuple[float | None, dict[str, float | None], dict[str, Score]]
+EvaluationResult = tuple[
+    float | None, dict[str, float | None], dict[str, Score], Mapping[str, float]
+]
 
 
 def evaluates(trainer: Trainer) -> bool:
@@ -32,14 +36,15 @@ def evaluate(trainer: Trainer, worker: Worker) -> EvaluationResult | None:
     """Evaluates the held-out text and the validation sets; collective.
 
     Returns the loss of the held-out text (None without any), the losses of the parts of a blend,
-    and the scores of the validation sets; returns None if the run has nothing to evaluate.
+    the scores of the validation sets, and the means of an own loss's terms on the held-out samples;
+    returns None if the run has nothing to evaluate.
     """
     if not evaluates(trainer):
         return None
     worker.phase = f"evaluation after step {trainer.steps_done}"
     worker.log.boundary("evaluation")
     with trainer.step_timer.range("evaluation"):
-        eval_loss = None if trainer.held_out is None else trainer.evaluate()
+        held_out = None if trainer.held_out is None else trainer.score(trainer.held_out)
         of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_parts}
         of_sets = {name: trainer.score(one) for name, one in trainer.evaluated_sets.items()}
         if trainer.config.optim.ema_decay is not None:
@@ -48,7 +53,9 @@ def evaluate(trainer: Trainer, worker: Worker) -> EvaluationResult | None:
                     of_parts[EMA] = trainer.evaluate()
                 for name, one in trainer.evaluated_sets.items():
                     of_sets[f"{name}/{EMA}"] = trainer.score(one)
-    return eval_loss, of_parts, of_sets
+    if held_out is None:
+        return None, of_parts, of_sets, {}
+    return held_out.loss, of_parts, of_sets, held_out.terms or {}
 
 
 @dataclass
@@ -134,7 +141,7 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
     }
     path = worker.run_dir / EVALUATIONS
     append_line(path, row)
-    reads_bytes = config.data.reads_bytes
+    reads_bytes = config.data.reads_bytes and units_of(config.model).in_nats
     for sentence in evaluation_lines(reads_bytes, trainer.length.last_step, row):
         print_line(sentence)
     print_line(f"appended to {path}")

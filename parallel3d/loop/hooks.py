@@ -20,7 +20,20 @@ from parallel3d.run_config import Config
 from parallel3d.trainer import StepResult
 
 # The first parts of names that the recorder and the loggers give to figures of their own.
-TAKEN = ("train", "speed", "eval", "time", "times", "memory", "valid", "experts", "parts", "hooks")
+TAKEN = (
+    "train",
+    "speed",
+    "eval",
+    "time",
+    "times",
+    "memory",
+    "valid",
+    "experts",
+    "parts",
+    "hooks",
+    "terms",
+    "eval_terms",
+)
 METRIC = re.compile(r"[A-Za-z][A-Za-z0-9_.\- ]*(/[A-Za-z0-9_.\- ]+)*")
 
 
@@ -133,8 +146,9 @@ class Hook:
         """Runs after a step.
 
         The result is equal on every rank. It has `step`, `loss` (nats per token; None if all tokens
-        are masked), `grad_norm` (before clipping), `lr`, `tokens` and `skipped` (whether the
-        parameters are unchanged, because a value was not finite).
+        are masked), `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (whether the
+        parameters are unchanged, because a value was not finite) and `terms`, the means of the
+        named terms of a loss of your own.
         """
 
     def before_evaluation(self, step: int) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from parallel3d.data.sampler import Finite, SampleSource
+from parallel3d.data.sampler import FieldSource, Finite, SampleSource
 from parallel3d.errors import UserError
 from parallel3d.loop.hooks import Hook
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.run_config import Config
 
 if TYPE_CHECKING:
     from parallel3d.optim.own import OptimizerFactory
 
-# Samples, or a function that makes them on each rank from the run's configuration.
-Samples = SampleSource | Callable[[Config], SampleSource]
+# Samples, or a function that makes them on each rank from the run's configuration. Only a model of
+# the script's own takes those of any form (`FieldSource`).
+Source = SampleSource | FieldSource
+Samples = Source | Callable[[Config], Source]
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,25 @@ class OwnParts:
 
 
 def opened(given: Samples | None, name: str, config: Config) -> SampleSource | None:
-    """Returns the samples that a script gave as `name`. Raises UserError if they do not fit."""
+    """Returns the samples that a script gave as `name`. Raises UserError if they do not fit.
+
+    Samples for a model of the script's own may have any form, and then need no `seq_length`.
+    """
     if given is None:
         return None
     is_source = hasattr(given, "sample") and not isinstance(given, type)
-    source = given if is_source else given(config)  # type: ignore[operator]
-    if not hasattr(source, "sample") or not hasattr(source, "seq_length"):
+    source: Any = given if is_source else given(config)  # type: ignore[operator]
+    model = config.model
+    is_own = isinstance(model, OwnModelConfig)
+    has_length = hasattr(source, "seq_length")
+    if not callable(getattr(source, "sample", None)) or not (has_length or is_own):
         raise UserError(
-            f"fit({name}=…) must give an object with seq_length and sample(i), or a function of "
-            f"the configuration that returns one, but gives {type(source).__name__}"
+            f"fit({name}=…) must give an object with {'' if is_own else 'seq_length and '}"
+            "sample(i), or a function of the configuration that returns one, but gives "
+            f"{type(source).__name__}"
         )
-    if source.seq_length != config.model.seq_length:
+    is_of_text = model.is_of_text if isinstance(model, OwnModelConfig) else True
+    if has_length and is_of_text and source.seq_length != model.seq_length:
         raise UserError(
             f"fit({name}=…) has samples of {source.seq_length} tokens, but must have "
             f"model.seq_length={config.model.seq_length}; the nearest is "

@@ -19,6 +19,7 @@ from parallel3d.loop.step_hooks import StepHook
 from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import length_words
+from parallel3d.metrics.units import units_of
 from parallel3d.models.flops import flops_per_token
 from parallel3d.run.directory import config_files
 from parallel3d.run.launch import Worker
@@ -51,6 +52,7 @@ class StepRecords(StepHook):
             times=trainer.step_timer.last,
             memory=peak_memory(trainer.device),
             imbalance=trainer.train_batches.imbalance,
+            terms=result.terms,
             experts=result.experts and result.experts.row(),
             profiled=self.is_profiled(result.step),
             hooks=figures or None,
@@ -119,7 +121,8 @@ def header_facts(trainer: Trainer, of_samples: Mapping[str, str]) -> dict[str, s
         where = accelerator.name(device)
     source = trainer.samples.train
     windows = source.windows if isinstance(source, Finite) else None
-    length = length_words(config.model.seq_length, trainer.length, windows)
+    units = units_of(config.model)
+    length = length_words(config.model.seq_length, trainer.length, windows, units)
     facts = {**of_samples, "length": length, "device": where}
     if "validation" in facts:
         facts["validation"] = facts.pop("validation")  # as the last line

@@ -104,9 +104,10 @@ class UserHooks(StepHook):
         eval_loss: float | None,
         of_parts: Mapping[str, float | None],
         of_sets: Mapping[str, Score],
+        terms: Mapping[str, float] = {},
     ) -> Figures:
         """Runs the hooks after an evaluation, and returns their figures; collective."""
-        row = evaluation_row(step, eval_loss, of_parts, of_sets)
+        row = evaluation_row(step, eval_loss, of_parts, of_sets, terms)
         with self._logging():
             self._call(
                 f"after the evaluation after step {step}",

@@ -16,11 +16,12 @@ survives a change of the batch size. A line may also have these entries:
 - `experts`: in a mixture of experts, figures by layer: `load` (tokens of the fullest expert over
   the mean), the number of `unused` experts, the `entropy` of the scores in nats, the z-loss `z`,
   the `bias` (its highest value minus its lowest), and the auxiliary loss `aux` if it is used.
+- `terms`: the means of the named terms of a user's own loss (`Loss.terms`).
 - `hooks`: the figures of a script's hooks, by their names (`Run.log`); evaluations may have it too.
 
 The line of an evaluation has `step`, `eval_loss` (null if there is no token to predict) and
-`tokens`. `eval_losses` maps the parts of a blend to their losses, and `valid` maps the sets of
-`data.valid` to the figures of `Score.row`.
+`tokens`. `eval_losses` maps the parts of a blend to their losses, `eval_terms` has the means of an
+own loss's terms, and `valid` maps the sets of `data.valid` to the figures of `Score.row`.
 
 A blend also has lines with `step`, `tokens` and `parts`, which maps each part to its `tokens` read
 so far and its `epochs`. A mixture of experts also has lines with `step`, `tokens` and
@@ -49,6 +50,7 @@ from parallel3d.text import count
 METRICS = "metrics.jsonl"  # the file in a run's directory
 COUNTS = "expert_counts"
 HOOKS = "hooks"
+TERMS, EVAL_TERMS = "terms", "eval_terms"
 # Entries that a step's line always has.
 STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s")
 

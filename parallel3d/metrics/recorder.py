@@ -23,9 +23,11 @@ from parallel3d.errors import UserError, first_line
 from parallel3d.metrics import screen
 from parallel3d.metrics.jsonl import (
     COUNTS,
+    EVAL_TERMS,
     HOOKS,
     METRICS,
     STEP,
+    TERMS,
     MetricsFile,
     append_line,
     finite,
@@ -40,6 +42,7 @@ from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.starts import STARTS, Account, starts_of
+from parallel3d.metrics.units import Units, units_of
 from parallel3d.models.flops import FLOPS_FORMULA, LESS_FROZEN, MFU_FORMULA
 from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config, saved_tree
@@ -54,14 +57,22 @@ def evaluation_row(
     eval_loss: float | None,
     of_parts: Mapping[str, float | None],
     of_sets: Mapping[str, Score],
+    terms: Mapping[str, float] = {},
 ) -> dict[str, Any]:
     """Returns an evaluation's line of metrics.jsonl, without the entry `tokens`."""
     row: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
     if of_parts:
         row["eval_losses"] = finite(of_parts)
+    if terms:
+        row[EVAL_TERMS] = finite(terms)
     if of_sets:
-        row["valid"] = {name: finite(score.row()) for name, score in of_sets.items()}
+        row["valid"] = {name: finite(_score_row(score)) for name, score in of_sets.items()}
     return row
+
+
+def _score_row(score: Score) -> dict[str, Any]:
+    row = score.row()
+    return row | ({TERMS: finite(row[TERMS])} if TERMS in row else {})
 
 
 def layout_row(layout: Layout) -> dict[str, int]:
@@ -113,6 +124,7 @@ class Recorder:
     _evaluations: list[tuple[int, float | None]] = field(default_factory=list)  # (step, loss)
     _valid: dict[str, dict[str, Any]] = field(default_factory=dict)  # last scores by set
     _hooks: dict[str, float | None] = field(default_factory=dict)  # the last figures by name
+    _terms: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # `TERMS`, `EVAL_TERMS`
     _skipped: int = 0
     _unlearned: int = 0
     _said_unlearned: bool = False
@@ -181,7 +193,7 @@ class Recorder:
         title = f"parallel3d {self._code['parallel3d'] or ''}".strip()
         screen.print_header(self.console, title, rows)
         self._progress = screen.Progress(
-            self.console, config.train, self.first_step, self._length.last_step
+            self.console, config.train, self.first_step, self._length.last_step, self.units
         )
         self._resources.enter_context(self._progress)
         # This comes last: after a failure above there is nothing to summarize, and connecting to
@@ -201,13 +213,15 @@ class Recorder:
         *,
         times: Mapping[str, float] | None = None,
         imbalance: float | None = None,
+        terms: Mapping[str, float] = {},
         **more: object,
     ) -> None:
         """Records optimizer step `step`, counted from 1.
 
         Args:
             step: number of the step.
-            loss: loss in nats per token; None if there was no token to learn.
+            loss: loss in nats per token, or that of a user's own loss; None if there was nothing
+                to learn.
             grad_norm: norm of the gradients before clipping.
             lr: learning rate of the step.
             tokens: number of tokens that the step computed (global batch × sequence length). It
@@ -216,6 +230,7 @@ class Recorder:
             step_time_s: seconds that the step took.
             times: seconds by kind (`comm.step_timer`); None if they were not measured.
             imbalance: imbalance of attention over the context-parallel ranks; None without cp.
+            terms: the means of an own loss's terms, by name.
             more: other entries of the line; those that are None or False are left out.
         """
         self._tokens += tokens
@@ -225,6 +240,8 @@ class Recorder:
         row |= {
             key: entry for key, entry in more.items() if entry is not None and entry is not False
         }
+        if terms:
+            row[TERMS] = finite(terms)
         if times is not None:
             row["times"] = {kind: round(seconds, 6) for kind, seconds in times.items()}
         if imbalance is not None:
@@ -242,7 +259,7 @@ class Recorder:
         if loss is None and not self._said_unlearned:
             self._said_unlearned = True
             self._say(
-                f"step {step} changes nothing, because its samples have no token to learn "
+                f"step {step} changes nothing, because its samples have {self._nothing} to learn "
                 f"({count(self._unlearned, 'such step')} so far; later ones will be counted but "
                 "not reported)"
             )
@@ -253,6 +270,7 @@ class Recorder:
         eval_loss: float | None,
         of_parts: Mapping[str, float | None] = {},
         of_sets: Mapping[str, Score] = {},
+        terms: Mapping[str, float] = {},
         hooks: Mapping[str, Any] = {},
     ) -> None:
         """Records an evaluation after `step` steps.
@@ -262,14 +280,14 @@ class Recorder:
             eval_loss: held-out loss in nats per token; None without a token to predict.
             of_parts: held-out losses by part of a blend.
             of_sets: scores by validation set.
+            terms: the means of an own loss's terms on the held-out samples, by name.
             hooks: figures of a user's hooks, by name.
         """
-        row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
+        row = evaluation_row(step, eval_loss, of_parts, of_sets, terms) | {"tokens": self._tokens}
         row |= {HOOKS: hooks} if hooks else {}
         self._count(row)
         self._log(row)
-        reads_bytes = self.config.data.reads_bytes
-        for line in screen.evaluation_lines(reads_bytes, self._length.last_step, row):
+        for line in screen.evaluation_lines(self._in_bytes, self._length.last_step, row):
             screen.print_styled(self.console, line, style="bold cyan")
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
@@ -342,6 +360,20 @@ class Recorder:
             self._error = f"{name}: {first_line(error)}" if str(error).strip() else name
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
+    @property
+    def units(self) -> Units:
+        """Returns the words for what the run counts."""
+        return units_of(self.config.model)
+
+    @property
+    def _nothing(self) -> str:
+        return "no token" if self.units.in_nats else "nothing"
+
+    @property
+    def _in_bytes(self) -> bool:
+        """Whether the loss is that of a text whose tokens are bytes."""
+        return self.config.data.reads_bytes and self.units.in_nats
+
     def _mfu(self, tokens_per_s: float) -> float:
         return tokens_per_s * self.flops_per_token / (self.config.world_size * self.peak.flops)
 
@@ -360,6 +392,7 @@ class Recorder:
         """Adds the line of a step or an evaluation to the summary."""
         figures = row.get(HOOKS, {})
         self._hooks |= {name: value(figures, name) for name in figures if name != "nonfinite"}
+        self._terms |= {key: row[key] for key in (TERMS, EVAL_TERMS) if key in row}
         if "eval_loss" in row:
             self._evaluations.append((row["step"], value(row, "eval_loss")))
             self._valid = row.get("valid", {})
@@ -414,6 +447,8 @@ class Recorder:
             "unlearned_steps": self._unlearned,
             **self._held_out(),
             "valid": self._valid or None,
+            **self._terms,
+            **({} if self.units.in_nats else {"units": self.units._asdict()}),
             **({HOOKS: finite(self._hooks)} if self._hooks else {}),
             "tokens_per_s": rates,
             "mfu": {
@@ -462,7 +497,7 @@ class Recorder:
             "eval_step": step,
             "best_eval_loss": best,
             "best_eval_step": best_step,
-            "bits_per_byte": screen.bits_per_byte(loss, self.config.data.reads_bytes),
+            "bits_per_byte": screen.bits_per_byte(loss, self._in_bytes),
         }
 
     def _paths(self) -> dict[str, str]:

@@ -20,18 +20,22 @@ from parallel3d.blueprint.parameters import active_parameter_count, parameter_co
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.length import Length
 from parallel3d.loop.keys import TrainConfig
-from parallel3d.metrics.jsonl import HOOKS, value
+from parallel3d.metrics.jsonl import EVAL_TERMS, HOOKS, TERMS, value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.starts import PARTS
+from parallel3d.metrics.units import Units, units_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.run_config import Config
 from parallel3d.text import aligned, count, duration, loss_words, percent, si, three_digits
 
+UNITS = Units()  # those of a text
 REFRESH_PER_SECOND = 4  # redraws per second; low, as they take time from the training process
 RATE_PERIOD_S = 600.0  # seconds of steps from which the remaining time is estimated
 MAX_WIDTH = 100  # wider lines and panels are hard to read
+MOST_TERMS = 3  # maximum number of an own loss's terms on a step's line; metrics.jsonl has all
 MOST_PARTS = 4  # maximum number of a blend's parts on an evaluation's line; metrics.jsonl has all
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
@@ -57,9 +61,15 @@ class Progress:
     """
 
     def __init__(
-        self, console: Console, settings: TrainConfig, first_step: int, last_step: int
+        self,
+        console: Console,
+        settings: TrainConfig,
+        first_step: int,
+        last_step: int,
+        units: Units = UNITS,
     ) -> None:
         self._console = console
+        self._units = units
         self._first_step = first_step
         self._last_step = last_step
         self._every = settings.log_every
@@ -100,12 +110,12 @@ class Progress:
         self._skipped += skipped
         self._advance(step)
         due = step % self._every == 0 or step in (self._first_step, self._last_step)
-        why = "no token to learn" if row["loss"] is None else "gradients not finite"
+        why = _nothing(self._units) if row["loss"] is None else "gradients not finite"
         bad = skipped and row["loss"] is not None
         if self._live is None and (due or bad):
             left = self._bar.tasks[0].time_remaining
             left_words = f"left {duration(math.nan if left is None else left):>7}"
-            words = [self._step(step), *_step_figures(row), left_words]
+            words = [self._step(step), *_step_figures(row, self._units), left_words]
             words += [f"SKIPPED: {why}"] if skipped else []
             print_styled(self._console, "  ".join(words))
 
@@ -120,7 +130,7 @@ class Progress:
         """Returns the two live lines: step, bar and time, above the figures of the last step."""
         row, words = self._row, ["first step …"]
         if row is not None:
-            words = [" ".join(word.split()) for word in _step_figures(row)]
+            words = [" ".join(word.split()) for word in _step_figures(row, self._units)]
             words[1:1] = [f"skipped {self._skipped:,}"] if self._skipped else []
         bad = row is not None and not math.isfinite(row["loss"] or 0.0)
         style = "bold red" if bad else ""
@@ -128,13 +138,18 @@ class Progress:
         return Group(Constrain(self._bar.get_renderable(), MAX_WIDTH), line)
 
 
-def _step_figures(row: Mapping[str, Any]) -> list[str]:
+def _nothing(units: Units) -> str:
+    return "no token to learn" if units.in_nats else "nothing to learn"
+
+
+def _step_figures(row: Mapping[str, Any], units: Units) -> list[str]:
     """Returns the figures of a step's line, each padded to its usual width."""
     found = [
         f"loss {loss_words(row['loss']):>8}",
+        *(f"{name} {loss_words(each):>8}" for name, each in _terms(row, TERMS, MOST_TERMS)),
         f"grad {row['grad_norm']:#8.3g}",
         f"lr {row['lr']:.2e}",
-        f"{si(row['tokens_per_s']):>6} tok/s",
+        f"{si(row['tokens_per_s']):>6} {units.short}/s",
         f"MFU {percent(row['mfu']):>6}",
     ]
     found += [f"scale {row['loss_scale']:g}"] if "loss_scale" in row else []
@@ -143,19 +158,33 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _terms(
+    row: Mapping[str, Any], key: str, most: int | None = None
+) -> list[tuple[str, float | None]]:
+    """Returns the terms of an own loss in `row[key]`, at most so many, with NaN restored."""
+    figures = row.get(key, {})
+    names = [name for name in figures if name != "nonfinite"][:most]
+    return [(name, value(figures, name)) for name in names]
+
+
 def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
     """Returns the header's lines about the configuration, text by label."""
-    model, optim = config.model, config.optim
+    model, optim, units = config.model, config.optim, units_of(config.model)
     dp, world_size = config.dp or 1, config.world_size
     microbatches = config.global_batch_size // (config.micro_batch_size * dp)
     tokens = config.global_batch_size * model.seq_length
     context = f"cp {config.cp} ({config.context_parallel.style}) × " if config.cp > 1 else ""
     padding = config.padded_seq_length - model.seq_length
     shape = f"{model.num_layers} layers × {model.hidden_size} · sequence {model.seq_length}"
+    if isinstance(model, OwnModelConfig):
+        shape = count(model.num_layers, "block")
+        shape += f" · sequence {model.seq_length}" if units.work == "tokens" else ""
+    sequences = "sequences" if units.work == "tokens" else "samples"
+    amount = f" · {tokens:,} tokens" if units.work == "tokens" else ""
     decay = optim.lr_decay_style
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     smaller = config.batch_sizes.entries[:-1]
-    before = "".join(f" · {size} from {first:,} sequences on" for first, size in smaller)
+    before = "".join(f" · {size} from {first:,} {sequences} on" for first, size in smaller)
     batch = f"{config.micro_batch_size} × {microbatches} micro-batches × dp {dp}"
     return {
         "model": f"{model.name} · {_parameters(model)} · {shape}",
@@ -164,8 +193,8 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
         + (f" · ep {config.ep}" if config.ep > 1 else "")
         + (" · sequence parallel" if config.sp else "")
         + (f" · sequences end with {count(padding, 'padding token')}" if padding else ""),
-        "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens{before}",
-        "length": length_words(model.seq_length, length),
+        "batch": f"{config.global_batch_size} {sequences} = {batch}{amount}{before}",
+        "length": length_words(model.seq_length, length, units=units),
         "data": config.data.path or config.data.name,
         "precision": f"{config.precision.name} · {optim.name}, lr {optim.lr:g} {decay}",
         "device": config.device,
@@ -180,14 +209,16 @@ def _parameters(model: ModelConfig) -> str:
     return f"{si(total)} parameters{used}"
 
 
-def length_words(seq_length: int, length: Length, windows: int | None = None) -> str:
+def length_words(
+    seq_length: int, length: Length, windows: int | None = None, units: Units = UNITS
+) -> str:
     """Returns the length of a run in steps, tokens and, unless `windows` is None, epochs.
 
     An epoch has `windows` samples.
     """
     samples = length.samples
     tokens = si(samples * seq_length).rstrip()  # without an SI prefix, the text ends with a space
-    text = f"{length.last_step:,} steps · {tokens} tokens"
+    text = f"{length.last_step:,} steps · {tokens} {units.work}"
     return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
 
@@ -211,17 +242,21 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     rates, mfu = summary["tokens_per_s"], summary["mfu"]
-    rows = {"train loss": _number(summary["loss"], ".4f") + " nats per token, last step"}
+    units = Units(**summary["units"]) if "units" in summary else UNITS
+    rows = {"train loss": _number(summary["loss"], ".4f") + f" {units.loss}, last step"}
     if summary["loss"] is None and "loss" not in summary.get("nonfinite", {}):
-        rows["train loss"] = "none, because the last step had no token to learn"
+        rows["train loss"] = f"none, because the last step had {_nothing(units)}"
     if summary["eval_loss"] is not None:
-        parts = [f"{summary['eval_loss']:.4f} nats per token"]
+        parts = [f"{summary['eval_loss']:.4f} {units.loss}"]
         if summary["bits_per_byte"] is not None:
             parts.append(f"{summary['bits_per_byte']:.3f} bits per byte")
         best = summary["best_eval_loss"]
         if best is not None and summary["best_eval_step"] != summary["eval_step"]:
             parts.append(f"best {best:.4f} at step {summary['best_eval_step']:,}")
         rows["held-out loss"] = " · ".join(parts)
+    for label, key in (("train terms", TERMS), ("held-out terms", EVAL_TERMS)):
+        if terms := _terms(summary, key):
+            rows[label] = " · ".join(f"{name} {loss_words(each)}" for name, each in terms)
     rows["grad norm"] = _number(summary["grad_norm"], "#.3g")
     rows |= {name: _number(figure, ".4g") for name, figure in _restored(summary).items()}
     if not summary["steps"]:  # the run took no step
@@ -230,12 +265,12 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     if bad := summary["skipped_steps"] - unlearned:
         rows["skipped"] = f"{count(bad, 'step')}, because gradients were not finite"
     if unlearned:
-        rows["not learned"] = f"{count(unlearned, 'step')}, because samples had no token to learn"
+        rows["not learned"] = f"{count(unlearned, 'step')}, because samples had {_nothing(units)}"
     if rates["mean"] is not None:
         excluded = rates["warmup_steps_excluded"]
         without = f" (first {excluded} steps left out)" if excluded else ""
         mean, median = (si(rates[name]).rstrip() for name in ("mean", "median"))
-        rows["speed"] = f"{mean} tokens/s · median {median}{without}"
+        rows["speed"] = f"{mean} {units.work}/s · median {median}{without}"
         peak = f"{si(mfu['peak_flops_per_device'])}FLOP/s"
         rows["MFU"] = f"{percent(mfu['value'])} of {mfu['world_size']} × {peak}"
         rows["peak per rank"] = mfu["peak_source"]
@@ -247,7 +282,9 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         )
     if (spent := summary["goodput"]) is not None and spent["value"] is not None:
         rows["goodput"] = goodput_words(spent)
-    rows["time"] = f"{duration(summary['wall_time_s'])} · {si(summary['tokens']).rstrip()} tokens"
+    rows["time"] = (
+        f"{duration(summary['wall_time_s'])} · {si(summary['tokens']).rstrip()} {units.work}"
+    )
     if "error" in summary:
         rows["error"] = summary["error"]
     return rows
@@ -351,12 +388,16 @@ def evaluation_lines(reads_bytes: bool, steps: int, row: Mapping[str, Any]) -> l
     more = [f"{len(parts) - MOST_PARTS} more"] if len(parts) > MOST_PARTS else []
     text = f"{begin}held-out loss {loss_words(loss)}"
     text += f" · {bits:.3f} bits per byte" if bits is not None else ""
+    parts = [f"{name} {loss_words(each)}" for name, each in _terms(row, EVAL_TERMS)] + parts
     return [" · ".join([text, *parts[:MOST_PARTS], *more]), *lines]
 
 
 def _score_words(row: Mapping[str, Any]) -> str:
     """Returns the figures of a validation set in words."""
     text = f"loss {loss_words(value(row, 'loss'))}"
+    if "count" in row:  # an own loss
+        terms = (f" · {name} {loss_words(each)}" for name, each in _terms(row, TERMS))
+        return f"{text}{''.join(terms)} · {row['count']:,} items"
     if (perplexity := value(row, "perplexity")) is not None:
         text += f" · perplexity {perplexity:.5g}"
     if (bits := value(row, "bits_per_byte")) is not None:

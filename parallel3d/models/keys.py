@@ -292,6 +292,11 @@ class ModelConfig(  # dataclass fields of the last base class come first
         }
 
     @property
+    def has_vocabulary(self) -> bool:
+        """Whether samples consist of tokens below `vocab_size`."""
+        return True
+
+    @property
     def padded_vocab_size(self) -> int:
         """Number of rows of the embedding and of the head, with padding.
 

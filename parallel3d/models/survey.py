@@ -62,6 +62,16 @@ class OwnModelConfig(ModelConfig):
     instance: Any = field(default=None, compare=False, repr=False)
     survey: ModelSurvey | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether samples have tokens below `vocab_size`: whether the model has this field."""
+        return hasattr(self.instance, "vocab_size")
+
+    @property
+    def is_of_text(self) -> bool:
+        """Whether a sample has `seq_length` tokens: whether the model has this field."""
+        return hasattr(self.instance, "seq_length")
+
 
 def survey_of(model: ModelConfig) -> ModelSurvey | None:
     """Returns the survey of a user's own model, or None for the transformer.

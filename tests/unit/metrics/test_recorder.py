@@ -12,6 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,12 +25,15 @@ from parallel3d.comm.step_timer import KINDS
 from parallel3d.errors import UserError
 from parallel3d.metrics import recorder as recorder_module
 from parallel3d.metrics.jsonl import STEP, rows_of
+from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import make_console
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import ModelSurvey, OwnModelConfig
 from parallel3d.run_config import Config
+from parallel3d.trainer import Score
 from tests.pace import PATIENCE, in_time
 from tests.tools.failing_files import FailingFiles, Fault
 
@@ -499,3 +503,42 @@ def test_rows_with_missing_figures_are_ignored_on_resume(tmp_path: Path) -> None
         run_steps(recorder, 3, 3)
         summary = recorder.finish()
     assert (summary["tokens"], summary["eval_loss"]) == (3 * 4096, None)
+
+
+def test_the_terms_of_an_own_loss_are_recorded_and_its_loss_has_no_nats(tmp_path: Path) -> None:
+    config = make_config(2)
+    config.data.name, config.data.tokenizer = "stdlib", "byte"
+    names = {f.name: getattr(config.model, f.name) for f in fields(ModelConfig)}
+    held = ModelSurvey({}, ({},), (0,), {})
+    config.model = OwnModelConfig(**names | {"num_layers": 1, "seq_length": 1}, survey=held)
+    recorder, screen = make_recorder(tmp_path, config)
+    scores = {"far": Score(6.0, 4, terms={"huber": 0.25})}
+    with recorder:
+        recorder.start({})
+        recorder.step(1, 5.0, 0.5, 1e-3, 16, 0.5, terms={"huber": 0.5, "l1": math.nan})
+        recorder.step(2, 4.0, 0.5, 1e-3, 16, 0.5, terms={"huber": 0.75, "l1": 2.0})
+        recorder.evaluation(2, 1.9, {}, scores, {"accuracy": 0.125})
+        summary = recorder.finish()
+    first, second, evaluation = [*rows_of(tmp_path / "metrics.jsonl")]
+    assert first["terms"] == {"huber": 0.5, "l1": None, "nonfinite": {"l1": "nan"}}
+    assert second["terms"] == {"huber": 0.75, "l1": 2.0}
+    assert evaluation["eval_terms"] == {"accuracy": 0.125}
+    assert evaluation["valid"] == {"far": {"loss": 1.5, "count": 4, "terms": {"huber": 0.25}}}
+    assert figures_of(second)["terms/huber"] == 0.75
+    assert figures_of(evaluation)["eval_terms/accuracy"] == 0.125
+    assert figures_of(evaluation)["valid/far/terms/huber"] == 0.25
+    assert summary["terms"] == second["terms"]
+    assert summary["eval_terms"] == evaluation["eval_terms"]
+    assert summary["bits_per_byte"] is None
+    text = screen.getvalue()
+    assert "nats" not in text and "bits" not in text and "tok" not in text
+    for words in (
+        "16 samples = 4 × 4 micro-batches × dp 1",
+        "huber   0.5000",
+        "32.0 samples/s",
+        "held-out loss 1.9000 · accuracy 0.1250",
+        "far: loss 1.5000 · huber 0.2500 · 4 items",
+        "4.0000 per item, last step",
+        "huber 0.7500 · l1 2.0000",
+    ):
+        assert words in text
