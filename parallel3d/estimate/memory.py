@@ -209,12 +209,20 @@ def load_that_fits(config: Config, choice: LayoutChoice, room: float) -> float:
     """
     most, least = most_load(config.model, choice.ep), 1.0
     even = memory_of(config, choice)
-    if memory_of(config, choice, most) - even <= room:
+    over = memory_of(config, choice, most) - even - room  # bytes too many with `most`
+    if over <= 0:
         return math.inf
-    while most - least > 0.005:
-        middle = (least + most) / 2
-        fits = memory_of(config, choice, middle) - even <= room
-        least, most = (middle, most) if fits else (least, middle)
+    left, step = room, 0  # bytes left with `least`
+    while (width := most - least) > 0.005:
+        # Memory is nearly linear in the load, so a line through both ends crosses the limit close
+        # by. Where it is not, each third step halves the range.
+        share = 0.5 if step % 3 == 2 else left / (left + over)
+        middle = least + min(max(0.004, width * share), width - 0.004)
+        rest, step = room - (memory_of(config, choice, middle) - even), step + 1
+        if rest >= 0:
+            least, left = middle, rest
+        else:
+            most, over = middle, -rest
     return least
 
 

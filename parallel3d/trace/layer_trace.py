@@ -3,6 +3,9 @@
 Most numbers are linear in the number of sequences from two on. One sequence has numbers of its own,
 because some tensors then need no copy to be put in order; and attention under context parallelism
 gathers fewer heads at once if a micro-batch has more tokens.
+
+Layers are recorded for the numbers of sequences that are asked for. The lines go through two of
+them, so that all others follow without a further recording.
 """
 
 from __future__ import annotations
@@ -12,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from parallel3d.models.flops import keys_seen
-
-SIZES = (2, 4)  # numbers of sequences that are recorded, through which the lines go
 
 
 @dataclass(frozen=True)
@@ -191,10 +192,10 @@ class Line(NamedTuple):
     slope: float
 
     @classmethod
-    def through(cls, two: float, four: float) -> Line:
-        """Returns the line through the values for two and for four sequences."""
-        slope = (four - two) / 2
-        return cls(two - 2 * slope, slope)
+    def through(cls, some: int, value: float, more: int, other: float) -> Line:
+        """Returns the line through `value` for `some` sequences and `other` for `more`."""
+        slope = (other - value) / (more - some)
+        return cls(value - some * slope, slope)
 
     def at(self, sequences: float) -> float:
         return self.base + sequences * self.slope
@@ -292,7 +293,10 @@ PASSES = ("forward", "backward", "inputs", "weights")
 
 
 class LayerRecord(NamedTuple):
-    """The passes and the kept tensors of a layer (see `LayerPasses`)."""
+    """The passes and the kept tensors of a layer (see `LayerPasses`).
+
+    `defers`: whether the backward has also been recorded with deferred gradients of weights.
+    """
 
     forward: PassRecord
     backward: PassRecord
@@ -301,6 +305,7 @@ class LayerRecord(NamedTuple):
     shared: tuple[Line, ...]
     kept: tuple[Line, ...]
     deferred: tuple[Line, ...]
+    defers: bool
 
     def at(self, sequences: float) -> LayerPasses:
         return LayerPasses(
@@ -316,10 +321,10 @@ class LayerRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, made: Sequence[Any]) -> LayerRecord:
-        *of_passes, shared, kept, deferred = made
+        *of_passes, shared, kept, deferred, defers = made
         forward, backward, inputs, weights = map(_pass_from, of_passes)
         lines = _lines(shared), _lines(kept), _lines(deferred)
-        return cls(forward, backward, inputs, weights, *lines)
+        return cls(forward, backward, inputs, weights, *lines, bool(defers))
 
 
 @dataclass(frozen=True)
@@ -335,9 +340,22 @@ class LayerTrace:
     several: LayerRecord | None = None
     _made: dict[float, LayerPasses] = field(default_factory=dict, compare=False, repr=False)
 
-    def covers(self, sequences: int) -> bool:
-        """Returns whether `at` knows this number of sequences."""
-        return sequences in self.exact or (self.several is not None and sequences > 1)
+    def covers(self, sequences: int, defers: bool = False) -> bool:
+        """Returns whether `at` knows this number of sequences.
+
+        `defers`: whether it must also know the passes with deferred gradients of weights.
+        """
+        record = self._record_of(sequences)
+        return record is not None and (record.defers or not defers)
+
+    def _record_of(self, sequences: int) -> LayerRecord | None:
+        return self.exact.get(sequences, self.several if sequences > 1 else None)
+
+    @property
+    def defers(self) -> bool:
+        """Whether `at` knows passes with deferred gradients of weights."""
+        known = [*self.exact.values(), *filter(None, [self.several])]
+        return any(record.defers for record in known)
 
     def at(self, sequences: int) -> LayerPasses:
         """Returns what the layer does with a micro-batch of this many sequences.
@@ -345,15 +363,15 @@ class LayerTrace:
         Raises ValueError if the trace does not cover them.
         """
         if sequences not in self._made:
-            record = self.exact.get(sequences, self.several)
-            if record is None or not self.covers(sequences):
+            record = self._record_of(sequences)
+            if record is None:
                 raise ValueError(f"nothing is recorded for {sequences} sequences")
             self._made[sequences] = record.at(sequences)
         return self._made[sequences]
 
     def with_more(self, other: LayerTrace) -> LayerTrace:
-        """Returns a trace that covers what either of the two covers."""
-        return LayerTrace(self.exact | other.exact, self.several or other.several)
+        """Returns a trace that covers what either of the two covers; `other` is the newer one."""
+        return LayerTrace(self.exact | other.exact, other.several or self.several)
 
     def as_json(self) -> list[Any]:
         return [[*self.exact.items()], self.several]

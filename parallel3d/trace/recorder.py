@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from parallel3d.run.keys import LaunchConfig
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
 from parallel3d.trace.layer_trace import (
-    SIZES,
     LayerRecord,
     LayerTrace,
     Line,
@@ -187,12 +186,20 @@ CHECKPOINT = "torch/utils/checkpoint.py"
 
 
 class MeasuredLayer(NamedTuple):
-    """The passes of a layer, in the order of `PASSES`, and the sizes of tensors that it keeps."""
+    """The passes of a layer, in the order of `PASSES`, and the sizes of tensors that it keeps.
+
+    `defers`: whether the last two passes, which defer gradients of weights, have been run.
+    """
 
     passes: tuple[RecordedPass, ...]
     shared: list[int]
     kept: list[int]
     deferred: list[int]
+    defers: bool
+
+
+# What has been measured so far: key of a trace → number of sequences → the layer.
+Measured: TypeAlias = dict[str, dict[int, MeasuredLayer]]
 
 
 class LayerRun:
@@ -244,7 +251,7 @@ class LayerRun:
         of_all, kept = shared.freed, forward.freed
         if not self.wanted.defers:
             none = RecordedPass(), RecordedPass()
-            return MeasuredLayer((forward, backward, *none), of_all, kept, [])
+            return MeasuredLayer((forward, backward, *none), of_all, kept, [], False)
         with self.gradients.deferred() as queue:
             _, given, again, inputs, grads = self._run(sequences)
         waiting = [*given.left, *again.left, *inputs.left]
@@ -253,7 +260,7 @@ class LayerRun:
             run_deferred(queue)
         deferred = [block.nbytes for block in waiting if block.is_freed]
         del grads  # the gradient of the input is freed only here, so it is not among the deferred
-        return MeasuredLayer((forward, backward, inputs, weights), of_all, kept, deferred)
+        return MeasuredLayer((forward, backward, inputs, weights), of_all, kept, deferred, True)
 
     def _run(
         self, sequences: int
@@ -264,6 +271,7 @@ class LayerRun:
         the gradient of the layer's input.
         """
         stage, records = self.stage, []
+        stage.zero_grad()  # FSDP2 reduces each micro-batch's gradients, and starts without any
         grads: list[Tensor] = []
         shape = sequences, self.wanted.tokens, self.blueprint.model.hidden_size
         x = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -320,8 +328,12 @@ class LayerRun:
         return batch._replace(inputs=replace(batch.inputs, balance=scaled))
 
 
-def record(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
-    """Runs a layer for each wanted trace, and returns what the layers do."""
+def record(wanted: Sequence[WantedTrace], measured: Measured | None = None) -> list[LayerTrace]:
+    """Runs a layer for each wanted trace, and returns what the layers do.
+
+    `measured`: what earlier calls have measured, to which this one adds.
+    """
+    measured = {} if measured is None else measured
     machine = machine_without_values()
     # This imports Dynamo. During a pass, the import would keep tensors of its callers alive.
     torch.empty(1, device=torch.device(TYPE, 0)).norm()
@@ -339,7 +351,8 @@ def record(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
                 machine.observers.append(recorder)
                 try:
                     for each in mine:
-                        found[each] = _traced(each, groups, recorder)
+                        known = measured.setdefault(each.key, {})
+                        found[each] = _traced(each, groups, recorder, known)
                 finally:
                     machine.observers.remove(recorder)
     finally:
@@ -350,50 +363,66 @@ def record(wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
     return [found[each] for each in wanted]
 
 
-def _traced(wanted: WantedTrace, groups: ProcessGroups, recorder: PassRecorder) -> LayerTrace:
-    set_matmul_precision(wanted.blueprint.precision)
-    run, sequences = LayerRun(wanted, groups, recorder), wanted.sequences
-    if sequences > 1:
-        measured = {count: run.measured(count) for count in SIZES}
-        try:
-            return LayerTrace({}, _record(*measured.values()))
-        except NotLinear:
-            if sequences in measured:
-                return LayerTrace({sequences: _record(*2 * [measured[sequences]])})
-    one = run.measured(sequences)
-    return LayerTrace({sequences: _record(one, one)})
+def _traced(
+    wanted: WantedTrace,
+    groups: ProcessGroups,
+    recorder: PassRecorder,
+    known: dict[int, MeasuredLayer],
+) -> LayerTrace:
+    """Returns a trace that covers the wanted sizes; adds what it measures to `known`."""
+    enough = {n: layer for n, layer in known.items() if layer.defers or not wanted.defers}
+    if missing := [n for n in wanted.sizes if n not in enough]:
+        set_matmul_precision(wanted.blueprint.precision)
+        run = LayerRun(wanted, groups, recorder)
+        enough |= {n: run.measured(n) for n in missing}
+        known |= enough
+    exact = {n: _record((n, enough[n]), (n + 1, enough[n])) for n in wanted.sizes}
+    several = sorted(n for n in enough if n > 1)
+    if len(several) < 2:
+        return LayerTrace(exact)
+    try:
+        return LayerTrace(exact, _record(*((n, enough[n]) for n in (several[0], several[-1]))))
+    except NotLinear:
+        return LayerTrace(exact)
 
 
 class NotLinear(ValueError):
     """Means that something else happens with more sequences."""
 
 
-def _record(two: MeasuredLayer, four: MeasuredLayer) -> LayerRecord:
-    forward, backward, inputs, weights = map(_pass_of, two.passes, four.passes)
-    lines = (
-        _lines(two.shared, four.shared),
-        _lines(two.kept, four.kept),
-        _lines(two.deferred, four.deferred),
-    )
-    return LayerRecord(forward, backward, inputs, weights, *lines)
+def _record(some: tuple[int, MeasuredLayer], more: tuple[int, MeasuredLayer]) -> LayerRecord:
+    """Returns the lines through a layer with two numbers of sequences. May raise NotLinear."""
+    (n, one), (m, other) = some, more
+    line = _Through(n, m)
+    forward, backward, inputs, weights = map(line.of_pass, one.passes, other.passes)
+    kept = line.of(one.shared, other.shared), line.of(one.kept, other.kept)
+    deferred = line.of(one.deferred, other.deferred)
+    return LayerRecord(forward, backward, inputs, weights, *kept, deferred, one.defers)
 
 
-def _lines(two: Sequence[float], four: Sequence[float]) -> tuple[Line, ...]:
-    if len(two) != len(four):
-        raise NotLinear(f"{len(two)} numbers and {len(four)}")
-    return tuple(map(Line.through, two, four))
+class _Through(NamedTuple):
+    """Lines through what is measured with `some` and with `more` sequences."""
 
+    some: int
+    more: int
 
-def _pass_of(two: RecordedPass, four: RecordedPass) -> PassRecord:
-    """Returns a pass as a function of the number of sequences. May raise NotLinear."""
-    events: Counter[tuple[Any, ...]] = Counter()
-    if [what for what, _ in two.events] != [what for what, _ in four.events]:
-        raise NotLinear("other events")
-    for (what, numbers), (_, more) in zip(two.events, four.events, strict=True):
-        events[*what, _lines(numbers, more)] += 1
-    return PassRecord(
-        tuple(RecordedEvents(count, *event) for event, count in events.items()),
-        highest(_lines(two.moments, four.moments)),
-        highest(_lines(two.moments[two.before_rest :], four.moments[four.before_rest :])),
-        Line.through(two.live, four.live),
-    )
+    def of(self, values: Sequence[float], others: Sequence[float]) -> tuple[Line, ...]:
+        if len(values) != len(others):
+            raise NotLinear(f"{len(values)} numbers and {len(others)}")
+        pairs = zip(values, others, strict=True)
+        return tuple(Line.through(self.some, a, self.more, b) for a, b in pairs)
+
+    def of_pass(self, one: RecordedPass, other: RecordedPass) -> PassRecord:
+        """Returns the pass as a function of the number of sequences. May raise NotLinear."""
+        events: Counter[tuple[Any, ...]] = Counter()
+        if [what for what, _ in one.events] != [what for what, _ in other.events]:
+            raise NotLinear("other events")
+        for (what, numbers), (_, more) in zip(one.events, other.events, strict=True):
+            events[*what, self.of(numbers, more)] += 1
+        (live,) = self.of([one.live], [other.live])
+        return PassRecord(
+            tuple(RecordedEvents(count, *event) for event, count in events.items()),
+            highest(self.of(one.moments, other.moments)),
+            highest(self.of(one.moments[one.before_rest :], other.moments[other.before_rest :])),
+            live,
+        )

@@ -14,14 +14,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what torch prints is no answer
-    from parallel3d.trace.recorder import record  # imports torch
+    from parallel3d.trace.recorder import Measured, record  # imports torch
 
+    measured: Measured = {}
     while True:
         try:
             wanted = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump([trace.as_json() for trace in record(wanted)], answers)
+        pickle.dump([trace.as_json() for trace in record(wanted, measured)], answers)
         answers.flush()
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from parallel3d.blueprint.blueprint import Blueprint
@@ -45,23 +46,38 @@ class TraceTable:
 
     def traces(self, wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
         """Returns the traces, of which those that are missing are recorded and remembered."""
-        missing = {
-            (each.key, each.sequences): each
-            for each in wanted
-            if not self._found(each.key).covers(each.sequences)
-        }
-        # One line covers all numbers of sequences from two on, in most cases.
-        while missing:
-            first = {key: each for (key, _), each in reversed(missing.items())}
-            for key, found in zip(first, self.recorder([*first.values()]), strict=True):
-                self.known[key] = self._found(key).with_more(found)
-            self._remember(first)
-            missing = {
-                (key, count): each
-                for (key, count), each in missing.items()
-                if not self.known[key].covers(count)
-            }
+        while missing := self._missing(wanted):
+            for each, found in zip(missing, self.recorder(missing), strict=True):
+                self.known[each.key] = self.known[each.key].with_more(found)
+            self._remember(each.key for each in missing)
         return [self.known[each.key] for each in wanted]
+
+    def _missing(self, wanted: Sequence[WantedTrace]) -> list[WantedTrace]:
+        """Returns what must be recorded next, once for each trace.
+
+        In most cases, a line through two numbers of sequences covers all others from two on.
+        """
+        asked: dict[str, WantedTrace] = {}
+        for each in wanted:
+            known, before = self._found(each.key), asked.get(each.key)
+            sizes = {n for n in each.sizes if not known.covers(n, each.defers)}
+            if sizes and before is not None:
+                each = replace(before, defers=before.defers or each.defers)
+                sizes.update(before.sizes)
+            if sizes:
+                asked[each.key] = replace(each, sizes=tuple(sorted(sizes)))
+        return [self._next(each) for each in asked.values()]
+
+    def _next(self, wanted: WantedTrace) -> WantedTrace:
+        """Returns `wanted` with the sizes that are recorded next."""
+        known = self.known[wanted.key]
+        recorded = [n for n in known.exact if n > 1 and known.covers(n, wanted.defers)]
+        several = [n for n in wanted.sizes if n > 1]
+        if several and len(recorded) < 2:  # with two and no line, each is recorded
+            several = [*(recorded or several)[:1], several[-1]]
+        sizes = {*several, *(n for n in wanted.sizes if n == 1)}
+        defers = wanted.defers or known.defers
+        return replace(wanted, sizes=tuple(sorted(sizes)), defers=defers)
 
     def _found(self, key: str) -> LayerTrace:
         """Returns what is known or remembered of a trace."""

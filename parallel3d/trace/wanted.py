@@ -32,8 +32,8 @@ class WantedTrace:
         recomputed: whether the backward repeats a part of its forward.
         of_inputs: whether its input has a gradient.
         sharded: whether FSDP2 gathers its parameters.
-        defers: whether the gradients of weights may be deferred.
-        sequences: number of sequences in a micro-batch, which the trace must cover.
+        defers: whether the trace must cover a backward that defers the gradients of weights.
+        sizes: numbers of sequences in a micro-batch, which the trace must cover.
     """
 
     blueprint: Blueprint
@@ -42,7 +42,7 @@ class WantedTrace:
     of_inputs: bool
     sharded: bool
     defers: bool
-    sequences: int
+    sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, blueprint: Blueprint, layer: int, recomputed: bool) -> WantedTrace:
@@ -58,7 +58,7 @@ class WantedTrace:
             blueprint.first_trained < layer,
             blueprint.data.zero > 1 and blueprint.layout.most_copies > 1,
             blueprint.pipeline.may_split,
-            blueprint.micro_batch_size,
+            (blueprint.micro_batch_size,),
         )
 
     @property
@@ -91,7 +91,6 @@ class WantedTrace:
             "recomputed": self.recomputed,
             "of_inputs": self.of_inputs,
             "sharded": self.sharded,
-            "defers": self.defers,
         }
         return digest_of(facts)
 

@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 WORDS = ("norm,activation", "attention", "mlp", "full")
 SCRIPT = """
 import json, sys
+from dataclasses import replace
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.flops import flops_of
 from parallel3d.models.keys import ModelConfig
@@ -70,6 +71,17 @@ print(json.dumps(["split", "", {
     "products": [p.product_flops for p in (forward, passes.inputs, passes.weights)],
     "attention": [sum(a.flops for a in p.attentions) for p in (forward, backward)],
 }, []]))
+
+config.tp, config.sp, config.pp, config.schedule.name = 1, False, 1, "1f1b"
+config.dp, config.zero, config.micro_batch_size = 2, 3, 2
+wanted = WantedTrace.of(blueprint_of(config), 1, recomputed=False)
+measured = {}
+(first,), (second,) = (record([replace(wanted, sizes=(n,))], measured) for n in (2, 6))
+(both,) = record([replace(wanted, sizes=(2, 6))])
+print(json.dumps(["sharded", "", [
+    [trace.at(n).backward.launches for trace, n in ((first, 2), (second, 6), (both, 4))],
+    second.several == both.several,
+], []]))
 """
 
 
@@ -91,6 +103,11 @@ def test_a_layer_of_two_tensor_parallel_ranks_whose_backward_is_split(found) -> 
     assert len({*split["products"]}) == 1
     forward, backward = split["attention"]
     assert backward == 2.5 * forward
+
+
+def test_with_fsdp2_a_recording_does_not_add_to_the_gradients_of_the_one_before(found) -> None:
+    launches, same_line = found["sharded", ""][0]
+    assert len({*launches}) == 1 and same_line
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -43,12 +43,12 @@ def wanted(
     return WantedTrace.of(replace(blueprint_of(config), load=load), layer, recomputed)
 
 
-def record_of(size: float) -> LayerRecord:
+def record_of(size: float, defers: bool = False) -> LayerRecord:
     numbers = Line(0, 8), Line(4, 0), Line(4, 0), Line(size, 0)
     product = RecordedEvents(2, "product", False, (1, "bfloat16"), numbers)
     empty = PassRecord((), (), (), Line(0, 0))
     one = PassRecord((product,), (Line(5, 0),), (), Line(0, 0))
-    return LayerRecord(one, empty, empty, empty, (), (Line(1, size),), ())
+    return LayerRecord(one, empty, empty, empty, (), (Line(1, size),), (), defers)
 
 
 class Recorder:
@@ -56,42 +56,63 @@ class Recorder:
 
     def __init__(self, is_linear: bool = True) -> None:
         self.is_linear = is_linear
-        self.asked: list[int] = []
+        self.asked: list[tuple[int, ...]] = []
 
     def __call__(self, wanted: Sequence[WantedTrace]) -> list[LayerTrace]:
-        self.asked += [each.sequences for each in wanted]
-        return [self._trace(each.sequences) for each in wanted]
+        self.asked += [each.sizes for each in wanted]
+        return [self._trace(each.sizes, each.defers) for each in wanted]
 
-    def _trace(self, sequences: int) -> LayerTrace:
-        if sequences > 1 and self.is_linear:
-            return LayerTrace({}, record_of(7.0))
-        return LayerTrace({sequences: record_of(sequences)})
+    def _trace(self, sizes: Sequence[int], defers: bool) -> LayerTrace:
+        exact = {n: record_of(n, defers) for n in sizes}
+        if len([n for n in sizes if n > 1]) > 1 and self.is_linear:
+            return LayerTrace(exact, record_of(7.0, defers))
+        return LayerTrace(exact)
 
 
-def test_a_trace_is_recorded_once_for_all_numbers_of_sequences_on_its_line(tmp_path: Path) -> None:
+def test_a_line_through_two_numbers_of_sequences_covers_all_others(tmp_path: Path) -> None:
     recorder = Recorder()
     table = TraceTable(tmp_path / "traces" / "one", recorder)
     table.traces([wanted(n) for n in (1, 2, 3, 8, 1)])
-    assert sorted(recorder.asked) in ([1, 2], [1, 3], [1, 8])
+    assert recorder.asked == [(1, 2, 8)]
     table.traces([wanted(n) for n in (1, 16)])
-    assert len(recorder.asked) == 2
+    assert len(recorder.asked) == 1
+
+
+def test_a_second_number_of_sequences_is_recorded_with_the_first(tmp_path: Path) -> None:
+    recorder = Recorder()
+    TraceTable(tmp_path, recorder).traces([wanted(4)])
+    (trace,) = TraceTable(tmp_path, recorder).traces([wanted(2)])
+    assert recorder.asked == [(4,), (2, 4)]
+    assert [trace.at(n).kept for n in (2, 4, 8)] == [(5.0,), (17.0,), (57.0,)]
 
 
 def test_a_line_through_several_sequences_does_not_cover_one() -> None:
     recorder = Recorder()
     some = TraceTable(None, recorder)
-    for sequences in (4, 1, 1, 2):
+    for sequences in (4, 1, 1, 2, 8):
         some.traces([wanted(sequences)])
-    assert recorder.asked == [4, 1]
+    assert recorder.asked == [(4,), (1,), (2, 4)]
 
 
-def test_without_a_line_each_number_of_sequences_is_recorded(tmp_path: Path) -> None:
+def test_without_a_line_each_number_of_sequences_is_recorded() -> None:
     recorder = Recorder(is_linear=False)
-    (trace, *_) = TraceTable(None, recorder).traces([wanted(n) for n in (1, 2, 3)])
-    assert sorted(recorder.asked) == [1, 2, 3]
+    (trace, *_) = TraceTable(None, recorder).traces([wanted(n) for n in (1, 2, 3, 5)])
+    assert recorder.asked == [(1, 2, 5), (3,)]
     assert trace.at(3).kept == (10.0,)
     with pytest.raises(ValueError, match="nothing is recorded for 4"):
         trace.at(4)
+
+
+def test_deferred_gradients_of_weights_are_recorded_once_they_are_wanted(tmp_path: Path) -> None:
+    whole, split = ({}, {"pp": 2, "schedule.name": "zb_h1"})
+    recorder = Recorder()
+    for keys, count in ((whole, 1), (split, 2), (whole, 2), (split, 2)):
+        (trace,) = TraceTable(tmp_path, recorder).traces([wanted(4, **keys)])
+        assert len(recorder.asked) == count
+    assert trace.covers(4, defers=True)
+    # Once some are known, so are those of other numbers of sequences.
+    (trace,) = TraceTable(tmp_path, recorder).traces([wanted(8, **whole)])
+    assert trace.covers(16, defers=True)
 
 
 def test_another_process_finds_the_same_traces_on_disk(tmp_path: Path) -> None:
@@ -108,7 +129,7 @@ def test_damaged_files_are_recorded_anew(content: str, tmp_path: Path) -> None:
     path, recorder = tmp_path / f"{wanted().key}.json", Recorder()
     path.write_text(content)
     TraceTable(tmp_path, recorder).traces([wanted()])
-    assert recorder.asked == [1]
+    assert recorder.asked == [(1,)]
     assert len(json.loads(path.read_text())) == 2
 
 
@@ -117,7 +138,7 @@ def test_files_that_others_may_write_are_not_read(tmp_path: Path) -> None:
     TraceTable(tmp_path, Recorder()).traces([wanted()])
     (tmp_path / f"{wanted().key}.json").chmod(0o666)
     TraceTable(tmp_path, recorder).traces([wanted()])
-    assert recorder.asked == [1]
+    assert recorder.asked == [(1,)]
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
@@ -147,7 +168,6 @@ DIFFERENT: list[dict[str, Any]] = [
     {"recompute": "full", "recomputed": True},
     {"recompute": "attention", "recomputed": True},
     {"zero": 2, "dp": 2},
-    {"pp": 2, "schedule.name": "zb_h1"},
     {"precision.name": "bf16"},
     {"layer": 0, "model": WINDOWS},
     {"layer": 1, "model": WINDOWS},
@@ -163,6 +183,7 @@ DIFFERENT: list[dict[str, Any]] = [
 ]
 SAME: list[dict[str, Any]] = [
     {"pp": 2},
+    {"pp": 2, "schedule.name": "zb_h1"},
     {"dp": 4},
     {"zero": 1},
     {"recompute": "full"},
@@ -222,14 +243,15 @@ def test_each_kind_has_a_trace_of_its_last_layer_without_and_with_recomputation(
 
 
 def test_a_line_goes_through_the_two_sizes_that_are_recorded() -> None:
-    assert [Line.through(5, 9).at(n) for n in (2, 3, 4, 8)] == [5, 7, 9, 17]
+    assert [Line.through(2, 5, 4, 9).at(n) for n in (2, 3, 4, 8)] == [5, 7, 9, 17]
+    assert [Line.through(3, 7, 8, 17).at(n) for n in (2, 3, 4, 8)] == [5, 7, 9, 17]
 
 
 def test_a_repeated_forward_is_apart_and_the_peak_is_that_of_the_highest_line() -> None:
     waits = [RecordedEvents(n, "wait", again, (), ()) for n, again in ((2, False), (3, True))]
     both = PassRecord(tuple(waits), (Line(9, 0), Line(0, 4)), (), Line(1, 1))
     none = PassRecord((), (), (), Line(0, 0))
-    passes = LayerRecord(none, both, none, none, (), (), ()).at(3)
+    passes = LayerRecord(none, both, none, none, (), (), (), False).at(3)
     assert (passes.backward.waits, passes.repeated.waits) == (2, 3)
     assert (passes.backward.peak, passes.backward.live, passes.repeated.peak) == (12, 4, 0)
 
