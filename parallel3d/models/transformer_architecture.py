@@ -16,6 +16,7 @@ from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
 from parallel3d.experts.balance import BalanceOfRun
+from parallel3d.models.architecture import Architecture
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.keys import ModelConfig
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
 
 
-class TransformerArchitecture:
+class TransformerArchitecture(Architecture[Stage]):
     """Builds the transformer's stages; the methods do what `Architecture` says."""
 
     counts_loss = False
