@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.layout import Layout
+from parallel3d.calibrate.record import MEASURED, CalibrationSource, GroupTime, MeasuredRates
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
@@ -27,12 +28,6 @@ from parallel3d.comm.timed_operations import REDUCING, Site, TimedOperation, pre
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.errors import print_line
-from parallel3d.estimate.measured_rates import (
-    MEASURED,
-    CalibrationSource,
-    GroupTime,
-    MeasuredRates,
-)
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import device_name
 from parallel3d.host.quotas import available_cores, memory_in_all

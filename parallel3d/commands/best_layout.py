@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DIMENSIONS
+from parallel3d.calibrate.record import check_device, read
 from parallel3d.commands.plan import Plan, held, searched, typed_keys, without_overlap
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.measured_rates import check_device, read
 from parallel3d.estimate.search import best, configure, reason
 from parallel3d.host.devices import CPU, choose_device, device_name
 from parallel3d.host.quotas import available_cores, cores

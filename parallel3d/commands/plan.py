@@ -25,6 +25,7 @@ from parallel3d.blueprint.parameters import (
     parameter_count,
     trained_shares,
 )
+from parallel3d.calibrate.record import check_nodes, check_type, read
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.topology.report import make_report, picture_of
 from parallel3d.config.fields import check_fields, show
@@ -39,7 +40,6 @@ from parallel3d.estimate.fitted_cost import (
     range_of_a_new_place,
     step,
 )
-from parallel3d.estimate.measured_rates import check_nodes, check_type, read
 from parallel3d.estimate.memory import (
     bounded,
     host_memory,

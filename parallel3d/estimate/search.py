@@ -26,6 +26,7 @@ from parallel3d.blueprint.stages import (
     layer_training,
     training_costs,
 )
+from parallel3d.calibrate.record import read
 from parallel3d.config.fields import show
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device
@@ -46,7 +47,7 @@ from parallel3d.estimate.fitted_cost import (
     share_left,
     sizes_of_model,
 )
-from parallel3d.estimate.measured_rates import read
+from parallel3d.estimate.measured_rates import constants_of_machine, sizes_of_machine
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.rank_layers import PipelineLayers, RankLayers, pipeline_of, table_of
 from parallel3d.models import declared
@@ -136,7 +137,7 @@ def sizes_of(config: Config, ranks: int = 1) -> dict[str, Any]:
     """
     file = config.cluster.file
     machine = None if file is None else read(file)
-    hardware = _of_datasheet(config) if machine is None else machine.sizes(ranks)
+    hardware = _of_datasheet(config) if machine is None else sizes_of_machine(machine, ranks)
     overlaps = float(machine is None or not machine.shares_cores)
     return {
         **sizes_of_model(config.model, trained_shares(config.model, config.optim)),
@@ -157,7 +158,7 @@ def constants_of(config: Config) -> Constants:
     """Returns the constants of the price for parallel3d's kernels on the cluster of `config`."""
     if config.cluster.file is None:
         return load_own(card_of(config)[0])
-    return read(config.cluster.file).constants()
+    return constants_of_machine(read(config.cluster.file))
 
 
 ITEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp64": 8.0}  # all other types compute with 4 bytes

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from parallel3d.calibrate import measure
+from parallel3d.calibrate.record import MEASURED, read
 from parallel3d.commands.calibrate import calibrate
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.plan import searched
-from parallel3d.estimate.measured_rates import MEASURED, read
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config

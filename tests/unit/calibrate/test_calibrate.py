@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.calibrate import measure
+from parallel3d.calibrate.record import RATES
 from parallel3d.commands import calibrate as command
 from parallel3d.commands.options import CommandConfig
-from parallel3d.estimate.measured_rates import RATES
 from parallel3d.run.launch import Worker
 
 CPU = torch.device("cpu")

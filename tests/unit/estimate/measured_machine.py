@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from parallel3d.estimate.measured_rates import (
+from parallel3d.calibrate.record import (
     MEASURED,
     CalibrationSource,
     GroupTime,
