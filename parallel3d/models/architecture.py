@@ -110,8 +110,20 @@ class Architecture(Protocol, Generic[S]):
         """Returns the blocks of all stages, which FSDP2 shards one by one."""
         ...
 
-    def messages(self, blueprint: Blueprint, tp: Group, device: torch.device) -> list[StageOutputs]:
-        """Describes what each stage of the pipeline but the last one sends to the next."""
+    def messages(
+        self,
+        blueprint: Blueprint,
+        stages: Sequence[Any],
+        groups: ProcessGroups,
+        device: torch.device,
+        example: Callable[[], tuple[Any, ...]],
+    ) -> list[StageOutputs]:
+        """Describes what each stage of the pipeline but the last one sends to the next.
+
+        Args:
+            stages: the stages of this rank, as the executor calls them.
+            example: loads a micro-batch as the executor gets it; all ranks of pp call it, or none.
+        """
         ...
 
     def compile(self, stages: Sequence[S], saves_operands: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,7 +65,15 @@ class TransformerArchitecture(Architecture[Stage]):
             for index, block in enumerate(stage.blocks.values())
         ]
 
-    def messages(self, blueprint: Blueprint, tp: Group, device: torch.device) -> list[StageOutputs]:
+    def messages(
+        self,
+        blueprint: Blueprint,
+        stages: Sequence[Any],
+        groups: ProcessGroups,
+        device: torch.device,
+        example: Callable[[], tuple[Any, ...]],
+    ) -> list[StageOutputs]:
+        tp = groups.tp
         sliced = blueprint.sends_slices(accelerator.is_accelerator(device))
         sequence = blueprint.local_seq_length // (tp.size if blueprint.layer.sp else 1)
         hidden = (blueprint.micro_batch_size, sequence, blueprint.model.hidden_size)
