@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import Interfaces, ProcessGroups, shards_and_replicas
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.data.loader import with_length
+from parallel3d.data.loader import Batches, with_length
 from parallel3d.data.sampler import SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.data_parallel.build import data_parallel_engine
@@ -94,9 +94,6 @@ class Trainer(RankTrainer):
         groups = groups.observed(timer=timer)
         set_numerics(config.precision, device, config.deterministic)
         schedule = blueprint.pipeline.schedule()
-        self.stages, parts = build(
-            blueprint, schedule, groups, device, config.launch, timer, optimizer
-        )
         held_out_parts: Mapping[str, SampleSource] = {}
         if corpus is not None:
             train_source, valid_source, held_out_parts = corpus.sources(
@@ -104,6 +101,16 @@ class Trainer(RankTrainer):
             )
         if train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
+        source, size = train_source, blueprint.micro_batch_size
+
+        def example() -> tuple[Any, ...]:
+            fields_in = compute_dtype(blueprint.precision)
+            batches = Batches(source, size, 1, 0, device, fields_in=fields_in)
+            return batches.micro_batch(0, 0)
+
+        self.stages, parts = build(
+            blueprint, schedule, groups, device, config.launch, timer, example, optimizer
+        )
         if config.train.epochs is not None:
             train = with_length(config.train, train_source, config.model.seq_length)
             config = dataclasses.replace(config, train=train)
@@ -131,6 +138,7 @@ def build(
     device: torch.device,
     launch: LaunchConfig,
     timer: StepTimer,
+    example: Callable[[], tuple[Any, ...]],
     own_optimizer: OptimizerFactory | None = None,
 ) -> tuple[Sequence[StageModule], RankParts]:
     """Builds a rank's layers, parameters, compiled code, optimizer and executor; collective.
@@ -139,6 +147,7 @@ def build(
         schedule: the pipeline schedule for `global_batch_size`.
         launch: settings of messages between stages: shared memory and time limit.
         timer: gets the measured baseline latencies of the messages.
+        example: loads a micro-batch, by which the stages of a user's own model find what they send.
         own_optimizer: makes the optimizer with `optim.name=own`.
     """
     architecture = architecture_of(blueprint.model)
@@ -168,11 +177,16 @@ def build(
     if blueprint.compiles:
         architecture.compile(stages, saves_operands=schedule.splits_backward)
     optimizer = build_optimizer(blueprint, engine, groups, device, own_optimizer)
+    take_sums = stages[-1].take_sums if architecture.counts_loss and stages[-1].last else None
+    run = engine.callable_stages(stages)
+    messages = architecture.messages(blueprint, run, groups, device, example)
+    if take_sums is not None:
+        take_sums()
     executor = build_executor(
         blueprint,
         schedule,
-        engine.callable_stages(stages),
-        architecture.messages(blueprint, groups.tp, device),
+        run,
+        messages,
         groups,
         device,
         launch,
@@ -192,7 +206,7 @@ def build(
         split=architecture.split(blueprint, groups.cp),
         measures=architecture.measures(blueprint.model),
         counts_loss=architecture.counts_loss,
-        take_sums=stages[-1].take_sums if architecture.counts_loss and stages[-1].last else None,
+        take_sums=take_sums,
     )
 
 

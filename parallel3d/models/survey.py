@@ -58,7 +58,7 @@ class OwnModelConfig(ModelConfig):
     otherwise a sample counts as one token.
     """
 
-    ARCHITECTURE: ClassVar[str] = "models.own_model:OwnArchitecture"
+    ARCHITECTURE: ClassVar[str] = "models.own_stage:OwnArchitecture"
     instance: Any = field(default=None, compare=False, repr=False)
     survey: ModelSurvey | None = field(default=None, compare=False, repr=False)
 
