@@ -179,7 +179,7 @@ def build(
     optimizer = build_optimizer(blueprint, engine, groups, device, own_optimizer)
     take_sums = stages[-1].take_sums if architecture.counts_loss and stages[-1].last else None
     run = engine.callable_stages(stages)
-    messages = architecture.messages(blueprint, run, groups, device, example)
+    messages = architecture.messages(blueprint, stages, run, groups, device, example)
     if take_sums is not None:
         take_sums()
     executor = build_executor(

@@ -24,6 +24,7 @@ from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.own_loss import LossSums
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.pipeline.executor import PipelineStage
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import StageOutputs
 
@@ -113,7 +114,8 @@ class Architecture(Protocol, Generic[S]):
     def messages(
         self,
         blueprint: Blueprint,
-        stages: Sequence[Any],
+        stages: Sequence[S],
+        run: Sequence[PipelineStage],
         groups: ProcessGroups,
         device: torch.device,
         example: Callable[[], tuple[Any, ...]],
@@ -121,7 +123,7 @@ class Architecture(Protocol, Generic[S]):
         """Describes what each stage of the pipeline but the last one sends to the next.
 
         Args:
-            stages: the stages of this rank, as the executor calls them.
+            run: the stages of this rank, as the executor calls them.
             example: loads a micro-batch as the executor gets it; all ranks of pp call it, or none.
         """
         ...

@@ -40,6 +40,7 @@ from parallel3d.models.own_model import (
 from parallel3d.models.survey import OwnModelConfig
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import state_of
+from parallel3d.pipeline.executor import PipelineStage
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import StageOutputs
 from parallel3d.tensor_parallel.layers import ShardedModule
@@ -125,9 +126,7 @@ class OwnStage(StageModule):
             last = place == len(self.layers) - 1
             with (
                 torch.no_grad() if frozen else nullcontext(),
-                self.offload.layer(
-                    block, (inputs,), stays=place >= self.offloaded, is_last=last
-                )
+                self.offload.layer(block, (inputs,), stays=place >= self.offloaded, is_last=last)
                 if self.offload is not None and offloads
                 else nullcontext(),
             ):
@@ -235,7 +234,8 @@ class OwnArchitecture:
     def messages(
         self,
         blueprint: Blueprint,
-        stages: Sequence[Any],
+        stages: Sequence[OwnStage],
+        run: Sequence[PipelineStage],
         groups: ProcessGroups,
         device: torch.device,
         example: Callable[[], tuple[Any, ...]],
@@ -255,7 +255,7 @@ class OwnArchitecture:
                 x = sends[-1].zeros(device) if number else (None,)
                 try:
                     with torch.no_grad(), _counted_uses(stages[chunk]):
-                        out = stages[chunk](x[0] if len(x) == 1 else x, inputs, None)
+                        out = run[chunk](x[0] if len(x) == 1 else x, inputs, None)
                     if number < len(places) - 1:
                         made = StageOutputs.of(out, number)
                         facts = made.shapes, str(made.dtype)

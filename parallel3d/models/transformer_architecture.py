@@ -24,6 +24,7 @@ from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import rope_switch
 from parallel3d.models.transformer import Stage, compile_blocks, stages_of_rank
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.pipeline.executor import PipelineStage
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import StageOutputs
 
@@ -68,7 +69,8 @@ class TransformerArchitecture(Architecture[Stage]):
     def messages(
         self,
         blueprint: Blueprint,
-        stages: Sequence[Any],
+        stages: Sequence[Stage],
+        run: Sequence[PipelineStage],
         groups: ProcessGroups,
         device: torch.device,
         example: Callable[[], tuple[Any, ...]],
