@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeAlias
-
-LOG, INVERSE_SOFTPLUS = "log", "inverse_softplus"
+from typing import Literal, NamedTuple, TypeAlias
 
 
 class Dimension(NamedTuple):
@@ -44,14 +42,14 @@ class Drawn(NamedTuple):
 
     Attributes:
         low, high: the bounds.
-        value: LOG: the logarithm of a uniform number, as for the decay rates of Mamba and gated
-            DeltaNet. INVERSE_SOFTPLUS: the number whose softplus is log-uniform, as for their time
-            steps.
+        value: "log": the logarithm of a uniform number, as for the decay rates of Mamba and gated
+            DeltaNet. "inverse_softplus": the number whose softplus is log-uniform, as for their
+            time steps.
     """
 
     low: float
     high: float
-    value: str
+    value: Literal["log", "inverse_softplus"]
 
 
 class FullTensor(NamedTuple):

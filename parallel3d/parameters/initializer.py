@@ -6,6 +6,7 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from parallel3d.device import accelerator
 from parallel3d.host.quotas import available_cores
-from parallel3d.parameters.declaration import LOG, Drawn
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import state_of
+
+if TYPE_CHECKING:
+    from parallel3d.parameters.declaration import Drawn
 
 TILE = 256  # side of the square tiles in which random matrices are drawn
 # number of elements drawn at a time: 64 MiB of host memory, enough for a transfer at full speed
@@ -127,7 +130,7 @@ def between(drawn: Drawn, uniform: np.ndarray) -> np.ndarray:
     """Maps uniform numbers in [0, 1) to initial values, in float32."""
     low, high = drawn.low, drawn.high
     uniform = 1.0 - uniform  # in (0, 1], so that no logarithm is infinite if `low` is 0
-    if drawn.value == LOG:
+    if drawn.value == "log":
         return np.log(low + (high - low) * uniform).astype(np.float32)
     softplus = low * (high / low) ** uniform
     return np.log(np.expm1(softplus)).astype(np.float32)

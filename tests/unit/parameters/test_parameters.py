@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 
 from parallel3d.device import accelerator
 from parallel3d.parameters import gradients, initializer
-from parallel3d.parameters.declaration import INVERSE_SOFTPLUS, LOG, Drawn
+from parallel3d.parameters.declaration import Drawn
 from parallel3d.parameters.gradients import add_matmul, supports_wide_addmm
 from parallel3d.parameters.initializer import TILE, Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -74,8 +74,8 @@ def test_values_have_the_given_deviation() -> None:
 @pytest.mark.parametrize(
     ("drawn", "uniform"),
     [
-        (Drawn(0.0, 16.0, LOG), lambda x: x.exp()),
-        (Drawn(1e-3, 0.1, INVERSE_SOFTPLUS), lambda x: softplus(x).log()),
+        (Drawn(0.0, 16.0, "log"), lambda x: x.exp()),
+        (Drawn(1e-3, 0.1, "inverse_softplus"), lambda x: softplus(x).log()),
     ],
     ids=["decay", "time step"],
 )
@@ -92,7 +92,7 @@ def test_a_drawn_vector_is_uniform_when_mapped_back_and_cut_anywhere(
     for start, numel in ((0, 1), (200, 300), (255, 2), (4000, 1000)):
         assert torch.equal(part(start, numel), whole[start : start + numel])
     low, high = drawn.low, drawn.high
-    if drawn.value == INVERSE_SOFTPLUS:
+    if drawn.value == "inverse_softplus":
         low, high = math.log(low), math.log(high)
     places = (uniform(whole.double()) - low) / (high - low)
     ranks = (torch.arange(5000) + 0.5) / 5000
