@@ -361,13 +361,13 @@ def single_process(config: AnyConfig) -> AnyConfig:
     """Returns the configuration of the same training on one rank.
 
     More micro-batches replace the data-parallel replicas. The numbers of recomputed and offloaded
-    layers of each stage are dropped, since they only save memory. Raises UserError if one process
-    cannot train the model.
+    layers of each stage are dropped, since they only save memory. The samples were checked with
+    `config`. Raises UserError if one process cannot train the model.
     """
     one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp", "ep"), 1)
     of_stages = dict.fromkeys(("recompute_layers", "offload_layers"))
     alone = {"sp": False, "schedule": ScheduleConfig(), "profile": ProfileConfig()}
-    return check_config(with_values(config, one | of_stages | alone), 1)
+    return check_config(with_values(config, one | of_stages | alone), 1, own_samples=True)
 
 
 def saved_tree(config: Config) -> dict[str, Any]:

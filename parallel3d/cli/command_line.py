@@ -309,7 +309,7 @@ def _run_job(
         given = given_by(typed, own, own_model_of(command.schema))
         config, lines = _with_earlier(command, config, given, place)
         config = completed(config, command.schema)
-        if command.work is None:
+        if command.own is None and command.alone is None:  # those that need one ask themselves
             check_own(config.optim, has_own=False)
         if command.alone is not None:
             return _run_alone(command, config, typed) if first else 0
@@ -328,7 +328,8 @@ def _run_alone(command: Subcommand, config: Config, typed: Sequence[str]) -> int
     assert command.alone is not None
     function = getattr(importlib.import_module(command.alone), command.name)
     try:
-        return int(function(config, typed))
+        more = {} if command.own is None else {"own": command.own}
+        return int(function(config, typed, **more))
     except BrokenPipeError:  # it is caught here because Hydra would print a line about it
         return _reader_gone()
 

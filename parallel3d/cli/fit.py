@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from parallel3d.cli.command_line import run_script
+from parallel3d.cli.command_line import FAMILIES, run_script
+from parallel3d.cli.help_text import SCRIPT_EXAMPLES
 from parallel3d.cli.own_model import of_script
-from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN
+from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, VERIFY
 from parallel3d.cli.words import keys_of
-from parallel3d.commands.train import train as train_command
+from parallel3d.commands.from_run import EVAL
 from parallel3d.data.keys import OWN
-from parallel3d.errors import UserError, print_line, readable
+from parallel3d.errors import UserError, nearest_hint, print_line, readable
 from parallel3d.loop.hooks import Hook
 from parallel3d.loop.own_parts import OwnParts, Samples
 from parallel3d.loop.user_hooks import check_hooks
@@ -48,6 +48,11 @@ def fit(
     Words of the command line replace those of the script. The run is saved and resumed, and read
     by all subcommands, as any other.
 
+    The first word may be a subcommand: `python my_train.py verify tp=2 pp=2` compares the layout
+    with one process, `plan`, `dryrun` and `topology` answer as those of `parallel3d`, and `eval`
+    scores the held-out samples by the newest checkpoint of `run=`. Hooks are called in training
+    alone.
+
     The ranks are forked from the script's process: before this call it makes no tensors on a GPU
     and computes nothing with large ones. The call returns in that process alone, when the run is
     done.
@@ -77,7 +82,13 @@ def fit(
     try:
         own_model = None if model is None else of_script(model)
         check_hooks(hooks)
-        words = [*_not_replaced(config, typed), *typed]
+        name, typed = _subcommand_of(typed)
+        given = _not_replaced(config, typed)
+        if name == VERIFY:  # it writes a folder of its own, and not into the script's run
+            given = [word for word in given if "run" not in keys_of(word)]
+        words = [*given, *typed]
+        if name == EVAL:
+            name, words = TRAIN, [*words, "train.eval_only=true"]
         if train is not None:
             words = [*_without_text(words), f"data.name={OWN}"]
         elif valid is not None:
@@ -87,14 +98,37 @@ def fit(
     except UserError as error:
         print_line(readable(full_stop(str(error))))
         raise SystemExit(2) from None
-    work = partial(train_command, own=OwnParts(tuple(hooks), train, valid, optimizer))
-    command = replace(SUBCOMMANDS[TRAIN], work=work, needs_data=train is None)
+    own, command = OwnParts(tuple(hooks), train, valid, optimizer), SUBCOMMANDS[name]
+    command = replace(command, own=own, needs_data=command.needs_data and train is None)
     try:
         code = run_script(command, words, own_model)
     finally:
         sys.argv = argv  # Hydra has read its own
     if code:
         raise SystemExit(code)
+
+
+def _subcommand_of(typed: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the subcommand of a script's command line, and the words after it.
+
+    The first word may name it; otherwise the script trains. Raises UserError for a word that names
+    no subcommand of a script.
+    """
+    word = next(iter(typed), "")
+    if not word.isidentifier():
+        return TRAIN, [*typed]
+    if word in SCRIPT_EXAMPLES:
+        return word, [*typed[1:]]
+    names = ", ".join(SCRIPT_EXAMPLES)
+    if word in FAMILIES or word in {name.split()[0] for name in SUBCOMMANDS}:
+        line = " ".join(["parallel3d", *typed])
+        raise UserError(
+            f"{word} takes no part of a script: run {line}; a script's first word may be {names}"
+        )
+    raise UserError(
+        f"{word} is not a subcommand of a script: it must be one of {names}"
+        f"{nearest_hint(word, SCRIPT_EXAMPLES)}; without one the script trains"
+    )
 
 
 def _not_replaced(config: Sequence[str], typed: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent, indent, wrap
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from parallel3d.cli.overrides import groups, presets
 from parallel3d.cli.own_model import own_model_of
-from parallel3d.cli.subcommands import SUBCOMMANDS, Subcommand
+from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, Subcommand
 from parallel3d.cli.verbs import Verb
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import Key, all_keys, allowed, sections_of, spell, unknown_key
@@ -151,6 +152,29 @@ COMMANDS = {
         ("run", "runs_dir", "prompt", "seed", "tp", "pp", "device"),
     ),
 }
+# Subcommands of a script that calls `fit`, with their examples; {} stands for the script.
+SCRIPT_EXAMPLES = {
+    "train": """\
+        python {} tp=2 pp=2
+        python {} layout=auto cluster=calibrated.yaml launch.ranks=4
+        torchrun --nproc-per-node 8 {} tp=2 pp=2
+        PARALLEL3D_TRAIN="python {}" sbatch --nodes=8 slurm/train.sbatch tp=2""",
+    "verify": """\
+        python {} verify tp=2 pp=2 dp=2
+        torchrun --nproc-per-node 4 {} verify tp=2 pp=2 verify.steps=10""",
+    "plan": """\
+        python {} plan cluster=dgx_h100 cluster.nodes=8 global_batch_size=1024""",
+    "dryrun": """\
+        python {} dryrun tp=2 pp=4 dp=16 global_batch_size=1024 cluster=dgx_h100""",
+    "topology": """\
+        python {} topology tp=8 pp=4 cluster=dgx_h100 cluster.nodes=16""",
+    "eval": """\
+        python {} eval run=my_run tp=2""",
+}
+SCRIPT_ABOUT = {
+    "train": "train, without a subcommand too",
+    "eval": "score the held-out samples by the newest checkpoint of a run",
+}
 # Subcommands that do not use Hydra; they print their own help.
 FAMILIES = {
     "report run=… run=…": "a page of runs: curves, restarts, time, memory, differences",
@@ -183,8 +207,10 @@ def overview() -> str:
 
 def of_subcommand(command: Subcommand, own: Path | None) -> str:
     """Returns the help of a subcommand. `own` is the folder of --config-dir, or None."""
-    app = command.name
+    app, first = command.name, f"parallel3d {command.name}"
     about, examples, most_used = COMMANDS[app]
+    if command.own is not None:
+        first, examples = f"python {_script()} {app}", SCRIPT_EXAMPLES[app].replace("{}", _script())
     keys, section = all_keys(command.schema), f"{app.split()[0]}."
     sections = (section, "model.") if own_model_of(command.schema) else (section,)
     names = [name for name in keys if name.startswith(sections) or name in most_used]
@@ -193,12 +219,26 @@ def of_subcommand(command: Subcommand, own: Path | None) -> str:
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
     groups_there = "\n".join(f"  {group}: {', '.join(presets(group, own))}" for group in groups())
     options = "" if command.of_run else f"Presets (group=option)\n\n{groups_there}\n\n"
+    subcommands = _of_script() if command.own is not None and app == TRAIN else ""
     return (
-        f"parallel3d {app} [key=value …] [Hydra's flags]: {about}.\n\n"
+        f"{first} [key=value …] [Hydra's flags]: {about}.\n\n{subcommands}"
         f"Examples\n{indent(dedent(examples), '  ')}\n\n{options}"
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
         "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them."
     )
+
+
+def _script() -> str:
+    """Returns the name of the script that runs."""
+    name = Path(sys.argv[0]).name
+    return name if name.endswith(".py") else "my_train.py"
+
+
+def _of_script() -> str:
+    """Returns the list of a script's subcommands."""
+    rows = [(app, SCRIPT_ABOUT.get(app, COMMANDS[app].about)) for app in SCRIPT_EXAMPLES]
+    listed = "\n".join(f"  {app:<9} {about}" for app, about in rows)
+    return f"Subcommands, with their keys after SUBCOMMAND --help\n{listed}\n\n"
 
 
 def of_names(names: Sequence[str]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -14,10 +16,11 @@ from parallel3d.commands.from_run import EVAL, GENERATE
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import all_keys, sections_of
 from parallel3d.errors import UserError
+from parallel3d.run.worker import APPS, Work
 from parallel3d.run_config import Config, check_config, single_process
 
 if TYPE_CHECKING:
-    from parallel3d.run.worker import Work
+    from parallel3d.loop.own_parts import OwnParts
 
 TRAIN, VERIFY, BENCH = "train", "verify", "bench comm"
 OWNERS = {"prompt": GENERATE}  # option outside of any section → the subcommand that it belongs to
@@ -38,8 +41,8 @@ class Subcommand:
         of_run: whether the subcommand takes the model from a run (`run=`).
         starts_ranks: whether the subcommand always starts its ranks itself, and refuses a launcher.
         resumes: whether the subcommand resumes a run of the given name if there is one.
-        work: what every rank does; None stands for the function in `run.worker.APPS`.
         needs_torch: whether the versions of torch and other packages are checked first.
+        own: the parts of a script, which its function takes as `own`; None without a script.
     """
 
     name: str
@@ -50,7 +53,15 @@ class Subcommand:
     starts_ranks: bool = False
     resumes: bool = False
     needs_torch: bool = True
-    work: Work | None = None
+    own: OwnParts | None = None
+
+    @property
+    def work(self) -> Work | None:
+        """What every rank does with the parts of a script; None without a script."""
+        if self.own is None:
+            return None
+        module, name = APPS[self.name]
+        return partial(getattr(import_module(module), name), own=self.own)
 
     def resumes_run(self, runs_dir: str, run: str | None) -> bool:
         """Returns whether the subcommand resumes a run, because one with this name exists."""

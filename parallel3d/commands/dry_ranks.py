@@ -22,34 +22,38 @@ from parallel3d.topology.search import place
 
 if TYPE_CHECKING:
     from parallel3d.dryrun.facts import Facts
+    from parallel3d.optim.own import OptimizerFactory
 
 
 def find_facts(
-    config: Config, rank: int | None = None, reserve_gb: float = DryrunConfig().reserve_gb
+    config: Config,
+    rank: int | None = None,
+    reserve_gb: float = DryrunConfig().reserve_gb,
+    optimizer: OptimizerFactory | None = None,
 ) -> Facts:
     """Returns the facts about a rank or, if `rank` is None, about the ranks that `_ranks` chooses.
 
-    `reserve_gb` is the GPU memory that must stay free, in 1e9 bytes. Raises UserError for an
-    impossible configuration.
+    `reserve_gb` is the GPU memory that must stay free, in 1e9 bytes. `optimizer` makes the
+    optimizer of a script. Raises UserError for an impossible configuration.
     """
     config, placement = _settled(config)
     ranks = _ranks(layout_of(config), rank)
     from parallel3d.dryrun.facts import facts_of  # imports torch
 
-    return facts_of(config, ranks, placement, reserve_gb)
+    return facts_of(config, ranks, placement, reserve_gb, optimizer)
 
 
-def find_memory(config: Config, stage: int) -> Facts:
+def find_memory(config: Config, stage: int, optimizer: OptimizerFactory | None = None) -> Facts:
     """Returns only the facts about memory, for the first rank whose index along pp is `stage`.
 
-    Raises UserError for an impossible configuration.
+    `optimizer` is as in `find_facts`. Raises UserError for an impossible configuration.
     """
     config, placement = _settled(config)
     rank = layout_of(config).group_of(0, "pp")[stage]
     from parallel3d.dryrun.counting import dry_step, gpu_of  # imports torch
 
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
-    return dry_step(config, rank, gpu, placement, memory_only=True)
+    return dry_step(config, rank, gpu, placement, memory_only=True, optimizer=optimizer)
 
 
 def _settled(config: Config) -> tuple[Config, RankMapping | None]:

@@ -28,23 +28,28 @@ from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 
 if TYPE_CHECKING:
     from parallel3d.dryrun.facts import Facts
+    from parallel3d.loop.own_parts import OwnParts
 
 MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"
 
 
-def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
+def dryrun(
+    config: CommandConfig, typed: Sequence[str] | None = None, own: OwnParts | None = None
+) -> int:
     """Prints the report and writes the requested file. Returns the exit code, 0.
 
     `typed` lists the command-line overrides, whose keys count as chosen by the user. If it is None,
-    the cluster counts as chosen. Raises UserError for an impossible configuration.
+    the cluster counts as chosen. `own`: the parts of a script, or None without a script. Raises
+    UserError for an impossible configuration.
     """
     wanted, options = config.dryrun.json, config.dryrun
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
-    own = with_own_gpus(config.cluster, os.environ, run_command)
-    cluster, assumed = assumed_cluster(own, typed)
+    here = with_own_gpus(config.cluster, os.environ, run_command)
+    cluster, assumed = assumed_cluster(here, typed)
     config = dataclasses.replace(config, cluster=cluster)
-    facts = find_facts(config, options.rank, options.reserve_gb) | {"assumed": assumed}
+    optimizer = None if own is None else own.optimizer
+    facts = find_facts(config, options.rank, options.reserve_gb, optimizer) | {"assumed": assumed}
     if wanted:
         text = json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False)
         write("dryrun.json", wanted, text + "\n")

@@ -36,14 +36,16 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.options import CommandConfig, VerifyConfig
 from parallel3d.config.fields import spell, with_values
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
-from parallel3d.data.corpus import Blend, Corpus, open_corpus
+from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import with_length
+from parallel3d.data.sampler import SampleSource
 from parallel3d.device.accelerator import accelerator_of_world, current
 from parallel3d.errors import UserError
 from parallel3d.estimate.search import with_style
 from parallel3d.experts.watch import CLOSE, Choices, Flips, flips
+from parallel3d.loop.own_parts import OwnParts, opened
 from parallel3d.metrics.jsonl import write_json
-from parallel3d.optim.keys import OptimConfig
+from parallel3d.optim.keys import OWN, OptimConfig
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.run.launch import Worker
@@ -132,14 +134,21 @@ class Variant(NamedTuple):
     replays: bool = False
 
 
-def verify_command(config: CommandConfig, worker: Worker) -> int:
-    """Runs `parallel3d verify` on every rank. Returns the exit code. The call is collective."""
+MakeTrainer = Callable[[Config, ProcessGroups], Trainer]
+
+
+def verify_command(config: CommandConfig, worker: Worker, own: OwnParts | None = None) -> int:
+    """Runs `parallel3d verify` on every rank. Returns the exit code. The call is collective.
+
+    `own`: the parts of a script (`cli.fit.fit`), whose hooks are not called; None without a script.
+    """
     groups = groups_of_run(config, worker.device, worker.placement)
 
     def begin(what: str) -> None:
         worker.phase = what
 
-    return compared(config, groups, config.verify.steps, worker.run_dir, begin)
+    own = own or OwnParts()
+    return compared(config, groups, config.verify.steps, worker.run_dir, begin, own)
 
 
 def verify(
@@ -159,7 +168,7 @@ def verify(
     kind = accelerator_of_world()
     device = torch.device("cpu") if kind is None else current(kind)
     groups = groups_of_run(config, str(device), None)
-    return compared(config, groups, steps, Path(folder), lambda _: None)
+    return compared(config, groups, steps, Path(folder), lambda _: None, OwnParts())
 
 
 def compared(
@@ -168,15 +177,15 @@ def compared(
     steps: int,
     folder: Path,
     begin: Callable[[str], None],
+    own: OwnParts,
 ) -> int:
     """Compares the variants, each for `steps` steps, until one fails; closes the groups.
 
     `begin` is told what the rank does next. Returns the exit code. The call is collective.
     """
     console = Console(stderr=False) if groups.rank == 0 else None
-    corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
-    sources = corpus.sources(config.model, config.data, config.seed)
-    train = with_length(config.train, sources.train, config.model.seq_length)
+    make, source = maker_of_trainers(config, own, groups.device)
+    train = with_length(config.train, source, config.model.seq_length)
     config = with_style(dataclasses.replace(config, train=train))
     device, layout = groups.device, groups.layout
     failure: str | None = None
@@ -193,7 +202,7 @@ def compared(
     for variant in variants(config, steps):
         of = variant.config
         begin(f"verifying {of.precision.name} {of.optim.name}")
-        rows = list(compare(variant, groups, device, corpus))
+        rows = list(compare(variant, groups, device, make))
         failure = next((row.failure for row in rows if row.failure), None)
         everything += rows
         if console:
@@ -211,6 +220,28 @@ def compared(
         verdict = f"[bold red]The layout changes the model[/]: {failure}."
     console.print(verdict, str(folder / "verify.json"), sep="\n", soft_wrap=True)
     return 1 if failure else 0
+
+
+def maker_of_trainers(
+    config: Config, own: OwnParts, device: torch.device
+) -> tuple[MakeTrainer, SampleSource]:
+    """Returns a function that makes trainers of the layout and of one process, and their samples.
+
+    They read the text of `config` or the samples of a script. A script's optimizer steps those
+    whose configuration names it.
+    """
+    source, corpus = opened(own.train, "train", config), None
+    given = source
+    if source is None:
+        model = config.model
+        corpus = open_corpus(config.data, model.seq_length, vocab_size=model.vocab_size)
+        source = corpus.sources(model, config.data, config.seed).train
+
+    def make(config: Config, groups: ProcessGroups) -> Trainer:
+        optimizer = own.optimizer if config.optim.name == OWN else None
+        return Trainer(config, groups, device, corpus, given, optimizer=optimizer)
+
+    return make, source
 
 
 def broadcast_flag(flag: bool, groups: ProcessGroups, device: torch.device) -> bool:
@@ -272,17 +303,17 @@ def compare(
     variant: Variant,
     groups: ProcessGroups,
     device: torch.device,
-    corpus: Corpus | Blend,
+    make: MakeTrainer,
 ) -> Iterator[Comparison]:
     """Trains under the layout and, on rank 0, in a single process, until the first failure.
 
     Yields a comparison after each step, on rank 0 only. The generator is collective.
     """
     config, tolerance, replays = variant
-    trainer = Trainer(config, groups, device, corpus)
+    trainer = make(config, groups)
     single = None
     if groups.rank == 0:
-        single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
+        single = make(single_process(config), ProcessGroups.single())
     for step in range(config.train_steps + 1):
         expected = result = StepResult(0, 0.0, 0.0, 0.0, 0)
         found_flips = None

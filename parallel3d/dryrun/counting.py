@@ -14,9 +14,9 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ from parallel3d.trace.world import (
     whole_bytes,
     world_of,
 )
+
+if TYPE_CHECKING:
+    from parallel3d.optim.own import OptimizerFactory
 
 # Achievable fractions of datasheet peaks, which are assumed to be the same for all GPUs. They were
 # measured in a training step of llama_1b on one H100 with micro-batches of 8 in bf16 (docs/gpu.md),
@@ -405,6 +408,7 @@ def dry_step(
     gpu: Gpu,
     placement: RankMapping | None = None,
     memory_only: bool = False,
+    optimizer: OptimizerFactory | None = None,
 ) -> dict[str, Any]:
     """Builds the trainer of `rank` and returns the facts about one step.
 
@@ -417,6 +421,7 @@ def dry_step(
         placement: the rank mapping if the dp groups have two levels, or else None.
         memory_only: whether to return only the facts about memory, which takes at most half the
             time.
+        optimizer: makes the optimizer with `optim.name=own`.
     """
     machine = machine_without_values()
     counter = StepCounter(machine, gpu, config.precision.name == "tf32")
@@ -432,7 +437,8 @@ def dry_step(
             zeros = Zeros(config.model.seq_length)
             device = torch.device(TYPE, 0)
             # No variable holds the trainer, so that it is freed after its step.
-            return _step(Trainer(config, groups, device, train_source=zeros), counter, memory_only)
+            make = partial(Trainer, train_source=zeros, optimizer=optimizer)
+            return _step(make(config, groups, device), counter, memory_only)
     finally:
         machine.observers.remove(counter)
         gc.collect()

@@ -7,7 +7,7 @@ context_parallel.style=auto.
 from __future__ import annotations
 
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.parameters import (
@@ -24,6 +24,9 @@ from parallel3d.schedules.choose import measure
 from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.schedules.walk import RankWork
 
+if TYPE_CHECKING:
+    from parallel3d.optim.own import OptimizerFactory
+
 ROW = (
     *("rank", "stage", "stages", "peak_bytes", "peak_in", "between_steps_bytes"),
     *("start_peak_bytes", "host_bytes", "launches", "flops", "seconds"),
@@ -36,7 +39,11 @@ Facts = dict[str, Any]
 
 
 def facts_of(
-    config: Config, ranks: list[int], placement: RankMapping | None, reserve_gb: float
+    config: Config,
+    ranks: list[int],
+    placement: RankMapping | None,
+    reserve_gb: float,
+    optimizer: OptimizerFactory | None = None,
 ) -> Facts:
     """Returns all facts about the rank with the highest memory peak, and a row for each rank.
 
@@ -47,10 +54,11 @@ def facts_of(
         ranks: the ranks to run.
         placement: the rank mapping if the dp groups have two levels, or else None.
         reserve_gb: GPU memory that must stay free, in 1e9 bytes.
+        optimizer: makes the optimizer with `optim.name=own`.
     """
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
     layout = layout_of(config)
-    rows = [dry_step(config, rank, gpu, placement) for rank in ranks]
+    rows = [dry_step(config, rank, gpu, placement, optimizer=optimizer) for rank in ranks]
     reserve = 1e9 * reserve_gb
     for row in rows:
         row["fits"] = row["peak_bytes"] <= gpu.memory - reserve

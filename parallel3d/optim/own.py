@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.config.fields import show
+from parallel3d.device.accelerator import has_values
 from parallel3d.errors import UserError, first_line
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import EMA, FlatGroup, Optimizer
@@ -58,6 +59,7 @@ class Kept:
 def try_out(make: OptimizerFactory, device: torch.device) -> Kept:
     """Steps a matrix, its flat view, and that view in two pieces, and compares the results.
 
+    It does so on the CPU if `device` has no values, as in a dry run.
     Raises UserError if they differ, or if the optimizer cannot step such tensors.
     """
     name = name_of(make)
@@ -68,6 +70,7 @@ def try_out(make: OptimizerFactory, device: torch.device) -> Kept:
             f"and norms have none; leave it out and give optim.weight_decay={value}"
         )
     random = torch.Generator().manual_seed(0)
+    device = device if has_values(device) else torch.device("cpu")
     draws = [
         torch.randn(SHAPE, generator=random, dtype=torch.float64).to(device)
         for _ in range(STEPS + 1)

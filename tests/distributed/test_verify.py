@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest.mock import patch
-
 import pytest
 
 from parallel3d.blueprint.layout import Layout
@@ -25,12 +22,12 @@ def failures_of_verify(case: Case) -> list[str | None]:
     groups, config = plain_groups(Layout(dp=2)), case.config(Layout(dp=2))
     source = source_of(case.problem, config)
 
-    def trainer(config: Config, groups: ProcessGroups, device: Any, _: object) -> Trainer:
+    def make(config: Config, groups: ProcessGroups) -> Trainer:
         return Trainer(config, groups, device, train_source=source)
 
-    with patch.object(verify, "Trainer", trainer):
-        compared = verify.compare(verify.Variant(config, verify.EXACT), groups, groups.device, None)  # type: ignore[arg-type]
-        found = [row.failure for row in compared]
+    device = groups.device
+    compared = verify.compare(verify.Variant(config, verify.EXACT), groups, device, make)
+    found = [row.failure for row in compared]
     groups.close()
     return found
 

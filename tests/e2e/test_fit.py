@@ -320,3 +320,45 @@ torch.randn(1 << 20).exp()
     assert "the script has computed with large tensors before fit()" in ended.err
     assert "Traceback" not in ended.err
     assert not (shell.cwd / "runs" / "r").exists()
+
+
+def test_the_first_word_of_a_scripts_command_line_is_a_subcommand(shell: Shell) -> None:
+    """Held-out samples are scored, and the layout is verified, with samples and optimizer of the
+    script; hooks and the script's own run= are left alone."""
+    parts = "train=lambda config: Counting(config.model.seq_length, 0, 20),"
+    both = OWN_SAMPLES.replace("p3d.fit(\n    [", "import torch\np3d.fit(\n    ['run=mine', ")
+    script = ("-c", both.replace(parts, f"{parts} optimizer=torch.optim.NAdam,"))
+    more = ("optim.weight_decay=0.1", "dp=2", "train.eval_every=0")
+    assert run_forked(shell, *script, *more).code == 0
+    scored = run_forked(shell, *script, "eval", *more)
+    assert scored.code == 0, scored.err
+    assert "eval 3/3  held-out loss" in scored.err
+    verified = run_forked(shell, *script, "verify", "zero=1", *more, "verify.steps=1")
+    assert verified.code == 0, verified.out + verified.err
+    assert "fp64 · own" in verified.out
+    assert "The layout does not change the model." in verified.out
+    dry = run_forked(shell, *script, "dryrun", *more, "cluster=dgx_h100")
+    assert dry.code == 0, dry.err
+    assert "Memory of rank 0" in dry.out
+    assert len([*(shell.cwd / "runs").iterdir()]) == 2
+
+
+def test_help_of_a_script_and_words_that_are_none_of_its_subcommands(shell: Shell) -> None:
+    helped = run_forked(shell, "-c", SCRIPT, "--help")
+    assert helped.out.startswith("python my_train.py train [key=value …]")
+    assert "  verify    prove that" in helped.out
+    of_verify = run_forked(shell, "-c", SCRIPT, "verify", "--help")
+    assert of_verify.out.startswith("python my_train.py verify [key=value …]")
+    assert "verify.steps=5" in of_verify.out
+    for words, said in (
+        (
+            ("generate", "run=r"),
+            "generate takes no part of a script: run parallel3d generate run=r",
+        ),
+        (("init", "slurm"), "init takes no part of a script: run parallel3d init slurm"),
+        (("verfy", "tp=2"), "verfy is not a subcommand of a script"),
+    ):
+        refused = run_forked(shell, "-c", SCRIPT, *words)
+        assert refused.code == 2
+        assert said in refused.err
+        assert "Traceback" not in refused.err

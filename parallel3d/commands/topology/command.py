@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.topology.report import (
@@ -17,13 +18,18 @@ from parallel3d.commands.topology.report import (
 )
 from parallel3d.config.user_files import check_free, write
 
+if TYPE_CHECKING:
+    from parallel3d.loop.own_parts import OwnParts
 
-def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
+
+def topology(
+    config: CommandConfig, typed: Sequence[str] | None = None, own: OwnParts | None = None
+) -> int:
     """Prints the groups with their prices and warnings, and writes the requested files.
 
     `typed` lists the command-line overrides, whose keys count as chosen by the user. If it is None,
-    all keys count as chosen. Returns the exit code, 0. Raises UserError for an impossible
-    configuration.
+    all keys count as chosen. `own`: the parts of a script, which change no traffic. Returns the
+    exit code, 0. Raises UserError for an impossible configuration.
     """
     svg, json_file = config.topology.svg, config.topology.json
     check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
