@@ -62,6 +62,7 @@ NAMES = {
     "execution_engine": "torch:autograd.Variable._execution_engine",
     "unsafe_preserve_version_counter": "torch:autograd._unsafe_preserve_version_counter",
     # Tensors.
+    "DispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "storage_address": "torch:UntypedStorage._cdata()",
     "make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass",
     "disabled_torch_function": "torch:_C._disabled_torch_function_impl",

@@ -378,7 +378,7 @@ def _run_ranks(
 
         if place is not None and not place.local_world_size:
             place, store = count_ranks_here(config.launch, config.run, place)
-        config = take_layout(config, typed, place)
+        config = take_layout(config, typed, place, command.own)
     config = command.checked(config, typed, place.world_size if place else None)
     if place is None:
         return _start(command, config, lines)

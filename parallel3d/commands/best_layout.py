@@ -10,11 +10,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.calibrate.record import check_device, read
-from parallel3d.commands.plan import Plan, held, searched, typed_keys, without_overlap
+from parallel3d.commands.plan import Plan, held, searched, typed_keys, with_tried, without_overlap
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.search import best, configure, reason
@@ -26,13 +27,21 @@ from parallel3d.topology.assumptions import chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.trace.table import recording_process
 
+if TYPE_CHECKING:
+    from parallel3d.loop.own_parts import OwnParts
 
-def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment | None) -> Config:
+
+def take_layout(
+    config: Config,
+    overrides: Sequence[str],
+    place: RankAssignment | None,
+    own: OwnParts | None = None,
+) -> Config:
     """Returns `config` with the best layout for a launcher's ranks, or for those of this host.
 
-    `place` is this rank's place under a launcher, or None without a launcher. Rank 0 logs the
-    layout and the reason for it. Raises UserError if the machine's speed is unknown, if no layout
-    divides the batch, or if none fits.
+    `place` is this rank's place under a launcher, or None without a launcher, and `own` has the
+    parts of a script, or is None without one. Rank 0 logs the layout and the reason for it. Raises
+    UserError if the machine's speed is unknown, if no layout divides the batch, or if none fits.
     """
     check_fields(config)
     keys = chosen_keys(overrides)
@@ -42,13 +51,13 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     here = place.local_world_size if place else ranks
     kind = choose_device(config.device, here, launched=place is not None).kind
     _check_known(config.cluster, kind, several=here < ranks)
-    own = with_own_gpus(config.cluster, os.environ, run_command)
-    plan = searched(replace(config, cluster=own), held(config, keys), ranks)
+    described = replace(config, cluster=with_own_gpus(config.cluster, os.environ, run_command))
+    plan = searched(with_tried(described, own), held(config, keys), ranks)
     recording_process().close()
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
         print_line(f"layout=auto: {_summary(plan, first)}")
-    return found
+    return replace(found, optim=config.optim)
 
 
 def _ranks_here(asked: str, least: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -74,8 +74,9 @@ from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_pag
 from parallel3d.models.checks import check_model
 from parallel3d.models.flops import flops_per_token
 from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.checks import check_own
 from parallel3d.resolve import stage_weights
-from parallel3d.run_config import Config
+from parallel3d.run_config import AnyConfig, Config
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders
@@ -84,6 +85,10 @@ from parallel3d.text import aligned, si
 from parallel3d.topology.assumptions import MICROBATCHES_PER_STAGE, assume_model, chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.keys import TopologyConfig
+
+if TYPE_CHECKING:
+    from parallel3d.loop.own_parts import OwnParts
+    from parallel3d.optim.own import OptimizerFactory
 
 IN_LOG_S = 10.0  # seconds between progress messages; most searches end before the first
 
@@ -473,18 +478,20 @@ _MOST_NODES = 1 << 16  # largest number of nodes that is tried for a model that 
 _STILL = 0.98
 
 
-def plan(config: CommandConfig, typed: Sequence[str]) -> int:
+def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = None) -> int:
     """Prints the plan and, if requested, writes its page. Returns the exit code, 0.
 
-    `typed` lists the command-line overrides. Raises UserError for an impossible request.
+    `typed` lists the command-line overrides. `own`: the parts of a script, or None without a
+    script. Raises UserError for an impossible request.
     """
-    keys, own = chosen_keys(typed), with_own_gpus(config.cluster, os.environ, run_command)
-    config = replace(config, cluster=own)
+    keys, here = chosen_keys(typed), with_own_gpus(config.cluster, os.environ, run_command)
+    config = replace(config, cluster=here)
     check_free("plan.html", config.plan.html, MARK, MADE_BY)
     config, assumed = assume_model(config, typed)
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
     check_fields(config)
+    config = with_tried(config, own)
     if config.optim.name == "muon":
         raise UserError(
             "optim.name=muon must be another optimizer for plan, which cannot price "
@@ -498,8 +505,9 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
     found = searched(config, fixed, gpus, config.dryrun.reserve_gb, config.plan.load)
     said = untyped_batch(config, keys, gpus)
     if config.plan.confirm and config.cluster.file is None:
+        optimizer = None if own is None else own.optimizer
         seconds = math.inf if "plan.confirm" in keys else BEGIN_S
-        found = confirmed(found, config.plan.confirm, fixed, seconds)
+        found = confirmed(found, config.plan.confirm, fixed, seconds, optimizer)
     print("\n\n".join(filter(None, (said, found.table()))))
     if config.plan.html:
         write_page(found, config.plan.html, assumed, said)
@@ -508,6 +516,20 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
+
+
+def with_tried(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
+    """Returns the configuration with the states of a script's optimizer, which a trial finds.
+
+    Raises UserError if a key names an optimizer of a script, and there is none.
+    """
+    optimizer = None if own is None else own.optimizer
+    check_own(config.optim, optimizer is not None)
+    if optimizer is None:
+        return config
+    from parallel3d.optim.own import tried  # imports torch
+
+    return replace(config, optim=tried(config.optim, optimizer))
 
 
 def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
@@ -606,11 +628,18 @@ BEGIN_S = 60.0  # seconds after which no further dry run begins, unless plan.con
 NO_TORCH = "No dry run confirmed a row, because torch is missing; plan.confirm=0 requests none."
 
 
-def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
+def confirmed(
+    found: Plan,
+    rows: int,
+    fixed: Fixed,
+    seconds: float,
+    optimizer: OptimizerFactory | None = None,
+) -> Plan:
     """Returns the plan with the memory of its best `rows` rows replaced by that of dry runs.
 
     If a row does not fit after all, or if a run would refuse it, the next row takes its place. No
-    dry run begins after `seconds` seconds. Raises UserError if no row is left.
+    dry run begins after `seconds` seconds. `optimizer` makes the optimizer of a script. Raises
+    UserError if no row is left.
     """
     if importlib.util.find_spec("torch") is None:
         return replace(found, dry_run_note=NO_TORCH)
@@ -629,7 +658,7 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
         tell(f"a dry run of {typed_keys(priced.choices[first])}")
         memory = np.array(priced.memory)
         try:
-            dry_runs[first] = dry_run(found, priced.choices[first])
+            dry_runs[first] = dry_run(found, priced.choices[first], optimizer)
             peak = max(rank["peak_bytes"] for rank in dry_runs[first].values())
             memory[first] = peak + 1e9 * found.reserve_gb + found.of_load(first)
         except UserError as error:
@@ -645,7 +674,9 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
     return found
 
 
-def dry_run(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
+def dry_run(
+    found: Plan, choice: LayoutChoice, optimizer: OptimizerFactory | None = None
+) -> dict[int, Mapping[str, Any]]:
     """Returns facts about the memory of a layout's fullest ranks from dry runs, by index along pp.
 
     The call enables the simulated device in this process. Raises UserError for a layout that a run
@@ -660,7 +691,7 @@ def dry_run(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
         gpu_memory_gb_per_s=sizes["memory_rate"] / 1e9,
     )
     config = replace(config, cluster=cluster)
-    return {stage: find_memory(config, stage) for stage in nearly_fullest(config)}
+    return {stage: find_memory(config, stage, optimizer) for stage in nearly_fullest(config)}
 
 
 def check_held(config: Config, fixed: Fixed, ranks: int) -> None:

@@ -32,7 +32,7 @@ from parallel3d.estimate.search import (
     planned,
     ranked,
 )
-from parallel3d.optim.keys import OptimConfig
+from parallel3d.optim.keys import OptimConfig, TriedOptimConfig
 from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import SLAB_BYTES
@@ -255,7 +255,6 @@ def _peak(rank: PipelineRank, layers: LayerMemories) -> RankMemory:
 def _state(rank: PipelineRank) -> RankMemory:
     """Returns the memory of the states that exist throughout a step."""
     optim, zero, wide = rank.blueprint.optim, rank.blueprint.data.zero, rank.grad_item
-    moment = 2 if optim.state == "bf16" else wide
     parameters = gradients = masters = optimizer = 0.0
     for p, count in _held(rank):
         item, spread = rank.item_of(p), rank.is_fully_sharded(p)
@@ -268,7 +267,7 @@ def _state(rank: PipelineRank) -> RankMemory:
         gradients += count * wide * own  # even FSDP2's shards are parts of one tensor
         own = own if spread else own / rank.shards_of(p)
         masters += count * size(wide * own) * (spread or item < wide)
-        each = _moments_of(p, optim) * size(moment * own)
+        each = sum(size(nbytes * own) for nbytes in _state_bytes(p, optim, wide))
         each += size(wide * own) * (optim.ema_decay is not None)
         steps = BLOCK * spread  # the number of updates, which the optimizer's kernel reads
         optimizer += count * (each + steps)
@@ -297,11 +296,17 @@ def _held(rank: PipelineRank) -> Iterator[tuple[LocalParameter, int]]:
         yield from ((p, of.layers) for p in rank.held(stage, stage.layers))
 
 
-def _moments_of(p: LocalParameter, optim: OptimConfig) -> int:
-    """Returns the number of states that the optimizer keeps for each element of a parameter."""
+def _state_bytes(p: LocalParameter, optim: OptimConfig, wide: float) -> Sequence[float]:
+    """Returns the bytes of an element of each state that the optimizer keeps for a parameter.
+
+    `wide`: the bytes of an element of a master weight.
+    """
+    if isinstance(optim, TriedOptimConfig):
+        return [wide if nbytes is None else nbytes for nbytes in optim.kept]
+    moment = 2 if optim.state == "bf16" else wide
     if optim.name == "sgd":
-        return int(optim.momentum > 0)
-    return 1 if optim.name == "muon" and p.muon else 2
+        return [moment] * (optim.momentum > 0)
+    return [moment] * (1 if optim.name == "muon" and p.muon else 2)
 
 
 def host_memory(config: Config, index: int) -> float:

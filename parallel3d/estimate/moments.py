@@ -18,6 +18,7 @@ from parallel3d.blueprint.buckets import LOOKUP_TOKENS, PIECE
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
+from parallel3d.optim.keys import TriedOptimConfig
 from parallel3d.schedules.actions import Kind
 
 FP32 = 4  # bytes per element of gradients during their reduction
@@ -133,7 +134,12 @@ class _Moments:
                 for phase, more in self._reduction(chunk).items():
                     most = float((behind if phase == ENDS else last).max(initial=-math.inf))
                     yield Moment(phase, most, more)
-        if rank.blueprint.optim.state == "bf16":  # a piece has fp32 states and random bits
+        optim = rank.blueprint.optim
+        if isinstance(optim, TriedOptimConfig):
+            first, second, *_ = [*sorted((s.numel for s in flat_shards(rank)), reverse=True), 0, 0]
+            elements = optim.temporary * first + optim.carried * second
+            yield Moment("optimizer", 0.0, elements * rank.grad_item)
+        if optim.state == "bf16":  # a piece has fp32 states and random bits
             widest = max((s.numel for s in flat_shards(rank)), default=0)
             yield Moment("optimizer", 0.0, 3.0 * FP32 * min(PIECE, widest))
 

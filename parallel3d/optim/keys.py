@@ -150,6 +150,21 @@ class OptimConfig:
         return Treatment(frozen=frozen)
 
 
+@dataclass
+class TriedOptimConfig(OptimConfig):
+    """The section of a script's own optimizer, with what a trial found, for the planner.
+
+    Attributes:
+        kept: bytes of an element of each state; None: those of the master weight.
+        temporary: the most elements that a step has besides, by elements of the flat part it is at.
+        carried: those of them that are left of the part before, by its elements.
+    """
+
+    kept: tuple[int | None, ...] = ()
+    temporary: float = 0.0
+    carried: float = 0.0
+
+
 WARM_UPS = ("optim.lr_warmup_fraction", "optim.lr_warmup_steps")  # at most one is given
 CONFLICTS = (
     *exclusive(*WARM_UPS, unset=0),

@@ -8,6 +8,7 @@ A trial on small tensors shows whether it is, and which states it keeps.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from parallel3d.config.fields import show
 from parallel3d.device.accelerator import has_values
 from parallel3d.errors import UserError, first_line
-from parallel3d.optim.keys import OptimConfig
+from parallel3d.optim.keys import OptimConfig, TriedOptimConfig
 from parallel3d.optim.optimizer import EMA, FlatGroup, Optimizer
 from parallel3d.optim.thaws import Thaw, frozen_in
 from parallel3d.parameters.segments import Segment
+from parallel3d.private_names import DispatchMode, tree_leaves
 
 # Makes an optimizer of parameter groups: a class, or functools.partial(torch.optim.NAdam, …).
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -181,6 +183,91 @@ class _Trial:
         )
 
 
+def check_settings(found: Kept, optim: OptimConfig) -> None:
+    """Raises UserError if the keys ask what this optimizer cannot do."""
+    name = found.name
+    if optim.weight_decay and not found.decays:
+        raise UserError(
+            f"optim.weight_decay={optim.weight_decay:g} must be 0 for {name}, which has no "
+            "weight decay; the nearest is optim.weight_decay=0"
+        )
+    if optim.state != "fp32":
+        raise UserError(
+            f"optim.state={optim.state} must be fp32 for a script's own optimizer, {name}; the "
+            "nearest is optim.state=fp32"
+        )
+    factors = [group.get("lr_mult", 1.0) for group in (optim.groups or {}).values()]
+    if found.depends_on_lr and any(factor != 1 for factor in factors):
+        raise UserError(
+            f"optim.groups has an lr_mult, but counters of {name} depend on the learning rate, "
+            "so they must be equal for all parameters; leave lr_mult out"
+        )
+
+
+def tried(optim: OptimConfig, make: OptimizerFactory) -> TriedOptimConfig:
+    """Returns the section with what the optimizer of a script keeps and needs in a step.
+
+    Raises UserError as `OwnOptimizer` does.
+    """
+    found = try_out(make, torch.device("cpu"))
+    check_settings(found, optim)
+    kept = tuple(None if dtype is None else dtype.itemsize for dtype in found.tensors.values())
+    one, two = (temporary_elements(make, parts, found.decays) for parts in (1, 2))
+    return TriedOptimConfig(**vars(optim), kept=kept, temporary=one, carried=two - one)
+
+
+def temporary_elements(make: OptimizerFactory, parts: int, decays: bool) -> float:
+    """Returns the most temporary elements of a step of equal parts, by elements of one of them."""
+    size = 1 << 12  # scalars and counters are too small to matter beside it
+    params = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for _ in range(parts)]
+    made = make([{"params": params} | ({"weight_decay": DECAY} if decays else {})])
+    _by_parameter(made)
+    counted = _Temporaries()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    made.step()  # which makes the states
+    with counted:
+        made.step()
+    return counted.most / params[0].nbytes
+
+
+class _Temporaries(DispatchMode):
+    """Counts the bytes of the tensors that operators make and nobody frees yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.live: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _is(t)}
+        out = operator(*args, **(kwargs or {}))
+        for tensor in filter(_is, tree_leaves(out)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in given:
+                self.live[id(tensor)] = weakref.ref(tensor), storage.nbytes()
+        self.live = {key: each for key, each in self.live.items() if each[0]() is not None}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self.live.values()))
+        return out
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _by_parameter(made: torch.optim.Optimizer) -> None:
+    """Makes an optimizer step one flat part after another, unless the script gave `foreach`.
+
+    On a GPU, PyTorch's classes would step all of them at once, with temporary tensors as large as
+    the masters. A part is long enough for a kernel of its own.
+    """
+    for group in made.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = False
+
+
 class OwnOptimizer(Optimizer):
     """Steps the segments by an optimizer of a script's own.
 
@@ -201,28 +288,9 @@ class OwnOptimizer(Optimizer):
         device: torch.device,
     ) -> None:
         self.make, self.found = make, try_out(make, device)
-        self._check(optim)
+        check_settings(self.found, optim)
         self._device = device
         super().__init__(optim, segments, seed)
-
-    def _check(self, optim: OptimConfig) -> None:
-        name = self.found.name
-        if optim.weight_decay and not self.found.decays:
-            raise UserError(
-                f"optim.weight_decay={optim.weight_decay:g} must be 0 for {name}, which has no "
-                "weight decay; the nearest is optim.weight_decay=0"
-            )
-        if optim.state != "fp32":
-            raise UserError(
-                f"optim.state={optim.state} must be fp32 for a script's own optimizer, {name}; the "
-                "nearest is optim.state=fp32"
-            )
-        factors = [group.get("lr_mult", 1.0) for group in (optim.groups or {}).values()]
-        if self.found.depends_on_lr and any(factor != 1 for factor in factors):
-            raise UserError(
-                f"optim.groups has an lr_mult, but counters of {name} depend on the learning rate, "
-                "so they must be equal for all parameters; leave lr_mult out"
-            )
 
     @property
     def kept(self) -> tuple[tuple[str, ...], ...]:
@@ -302,6 +370,7 @@ class OwnOptimizer(Optimizer):
                         torch.zeros_like(master, dtype=dtype) for master in group.masters
                     ]
         self._made = self.make(groups)
+        _by_parameter(self._made)
 
     @property
     def _dtype(self) -> torch.dtype:

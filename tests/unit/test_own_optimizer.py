@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.own import OwnOptimizer, try_out
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from tests.e2e.ready import run_code
 
 pytestmark = pytest.mark.nightly  # torch.optim imports the compiler
 
@@ -177,3 +179,43 @@ def test_the_trial_draws_nothing_from_the_global_generator() -> None:
     before = torch.random.get_rng_state()
     try_out(torch.optim.NAdam, CPU)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+BOUNDS = """
+import functools, json
+from dataclasses import replace
+import torch
+from parallel3d.blueprint.keys import ClusterConfig
+from parallel3d.commands.dry_ranks import find_memory
+from parallel3d.device.keys import PrecisionConfig
+from parallel3d.estimate.memory import peak_memory
+from parallel3d.models.keys import ModelConfig
+from parallel3d.optim.keys import OptimConfig
+from parallel3d.optim.own import tried
+from parallel3d.run_config import Config, check_config
+from parallel3d.topology.assumptions import preset
+
+model = ModelConfig(hidden_size=512, num_layers=2, num_attention_heads=8, seq_length=64)
+config = Config(
+    model=model, optim=OptimConfig(name="own"), precision=PrecisionConfig("bf16"), dp=2,
+    micro_batch_size=1, global_batch_size=2, cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
+)
+amsgrad = functools.partial(torch.optim.AdamW, amsgrad=True)
+for make in (torch.optim.NAdam, amsgrad, functools.partial(torch.optim.AdamW, foreach=None)):
+    for zero in (0, 1, 3):
+        given = check_config(replace(config, zero=zero), own_samples=True)
+        bound = peak_memory(replace(given, optim=tried(given.optim, make)), 0)
+        there = find_memory(given, 0, make)
+        states = bound.optimizer, there["optimizer_bytes"]
+        print(json.dumps([bound.total, there["peak_bytes"], *states]))
+"""
+
+
+def test_a_plan_counts_the_states_and_the_temporary_tensors_of_an_own_optimizer() -> None:
+    done = run_code(BOUNDS)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 9
+    for bound, peak, states, dry_states in rows:
+        assert peak <= bound <= 1.07 * peak
+        assert dry_states == pytest.approx(states, rel=0.01)

@@ -38,6 +38,21 @@ AT_HOME = ROOT / "private_names.py"
 # --- What each name does ----------------------------------------------------------------------
 
 
+def operators_seen() -> bool:
+    seen: list[str] = []
+
+    class Seeing(names.DispatchMode):  # type: ignore[name-defined,misc]
+        def __torch_dispatch__(self, operator: Any, *given: Any) -> Any:
+            seen.append(str(operator))
+            _, args, kwargs = given
+            return operator(*args, **kwargs)
+
+    values = torch.ones(3)
+    with Seeing():
+        values.add_(values.exp())
+    return seen == ["aten.exp.default", "aten.add_.Tensor"]
+
+
 def arguments(operator: Any) -> list[str]:
     return [argument.name for argument in names.schema_of(operator.default).arguments]
 
@@ -263,6 +278,7 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
     ),
     "execution_engine": lambda: at_the_end() == ["hook", "end"],
     "unsafe_preserve_version_counter": version_stays,
+    "DispatchMode": operators_seen,
     "storage_address": same_storage,
     "make_wrapper_subclass": wrapper,
     "disabled_torch_function": wrapper,
