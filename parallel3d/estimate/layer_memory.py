@@ -76,9 +76,16 @@ class LayerMemories:
         self._wanted: dict[Hashable, WantedTrace] = {}
         self._found: dict[WantedTrace, LayerMemory] = {}
 
-    def of_stage(self, rank: PipelineRank, stage: StageBlueprint) -> list[LayerMemory]:
-        """Returns the bytes of each layer of a rank's stage."""
+    def of_stage(
+        self, rank: PipelineRank, stage: StageBlueprint, adds: bool = False
+    ) -> list[LayerMemory]:
+        """Returns the bytes of each layer of a rank's stage.
+
+        `adds`: whether each gradient is added to that of earlier micro-batches, even with FSDP2.
+        """
         wanted = [self._wanted_of(stage, place) for place in range(len(stage.layers))]
+        if adds:
+            wanted = [replace(each, sharded=False) for each in wanted]
         missing = [*dict.fromkeys(each for each in wanted if each not in self._found)]
         if missing:
             traces = table_of(self.blueprint.model).traces(missing)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.buckets import LOOKUP_TOKENS, PIECE
@@ -21,6 +22,7 @@ from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
 from parallel3d.optim.keys import TriedOptimConfig
 from parallel3d.schedules.actions import Kind
 
+Bytes: TypeAlias = NDArray[np.float64]
 FP32 = 4  # bytes per element of gradients during their reduction
 ENDS = "gradients of embedding and head"
 
@@ -48,6 +50,7 @@ class _Place(NamedTuple):
 
     Attributes:
         memory: bytes of the layer for one micro-batch.
+        adding: `memory.backward` if there are gradients of an earlier micro-batch.
         stays: bytes of `memory.kept` that are not offloaded.
         numel: number of elements that FSDP2 gathers for the layer.
         experts: number of those, if any, that FSDP2 gathers as a unit of their own.
@@ -56,6 +59,7 @@ class _Place(NamedTuple):
     """
 
     memory: LayerMemory
+    adding: float
     stays: float
     numel: int
     experts: int
@@ -72,6 +76,8 @@ class _Moments:
     def __init__(self, rank: PipelineRank, layers: LayerMemories) -> None:
         self.rank = rank
         self.layers = layers
+        # In fp32 autograd adds each gradient at once to the sum that FSDP2 keeps.
+        self.adds = rank.accumulates and rank.item == rank.grad_item
         self.places = [self._places(stage) for stage in rank.stages]
         self.once = rank.blueprint.microbatches == 1
         # With FSDP2, the gradient of a table is in the compute dtype until it is reduced.
@@ -87,15 +93,21 @@ class _Moments:
     def _places(self, stage: StageBlueprint) -> list[_Place]:
         rank, found = self.rank, []
         away = layers_away(rank, stage)
-        for i, (number, memory) in enumerate(
-            zip(stage.layers, self.layers.of_stage(rank, stage), strict=True)
-        ):
+        memories = self.layers.of_stage(rank, stage)
+        adding = [memory.backward for memory in memories]
+        if self.adds:
+            added = self.layers.of_stage(rank, stage, adds=True)
+            adding = [memory.backward for memory in added]
+        for i, (number, memory) in enumerate(zip(stage.layers, memories, strict=True)):
+            if self.adds:
+                held = rank.held(StageBlueprint.plain(range(0)), range(number, number + 1))
+                adding[i] += FP32 * max(p.numel for p in held)
             stays = memory.kept - memory.large * (i < away)
             experts, others = rank.numels[self.layers.kinds[number]]
             frozen = rank.frozen_numel(range(number, number + 1))
             trained = experts - frozen[0], others - frozen[1]
             numels = experts + others, experts, sum(trained), trained[0]
-            found.append(_Place(memory, stays, *numels))
+            found.append(_Place(memory, min(adding[i], memory.backward), stays, *numels))
         return found
 
     def all(self) -> Iterator[Moment]:
@@ -116,17 +128,18 @@ class _Moments:
                 continue
             live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
             live = live + seen.handed * rank.stream
+            beside = self._beside(chunk, kind) if rank.blueprint.pipeline.overlaps else 0.0
             if kind == Kind.F:
-                of_action = self._forward(chunk)
                 before = seen.live[:, chunk] + seen.deferred[:, chunk] + seen.begun[:, chunk]
                 live = live + (before == 0) * self._copied(chunk)
-            else:
-                of_action = {"backward": self._backward(chunk, kind)}
-            most = float((live + seen.begun @ left).max())
-            beside = self._beside(chunk, kind) if rank.blueprint.pipeline.overlaps else 0.0
-            for phase, more in of_action.items():
-                yield Moment(phase, most, more + beside)
-            if kind != Kind.F and rank.fully_sharded:
+                most = float((live + seen.begun @ left).max())
+                for phase, more in self._forward(chunk).items():
+                    yield Moment(phase, most, more + beside)
+                continue
+            for others, more in self._backwards(chunk, kind, live, seen.begun, left):
+                most = float(others.max(initial=-math.inf))
+                yield Moment("backward", most, more + beside)
+            if rank.fully_sharded:
                 # This backward has already added to the sums, or freed the last reduction's input.
                 begun = (seen.begun | (np.arange(len(left)) == chunk)) & rank.accumulates
                 behind = live + begun @ left
@@ -179,23 +192,53 @@ class _Moments:
             gathered += self._copy_of(self.places[chunk][-1])
         return found | {"head and loss": kept + states + tables + gathered}
 
-    def _backward(self, chunk: int, kind: Kind) -> float:
+    def _backwards(
+        self, chunk: int, kind: Kind, live: Bytes, begun: NDArray[np.bool_], left: Bytes
+    ) -> Iterator[tuple[Bytes, float]]:
+        """Yields (bytes that other actions hold, bytes of a backward).
+
+        Args:
+            live: bytes of the micro-batches in flight in each state before the backward.
+            begun: (states, chunks), whether a chunk has had a backward in the step.
+            left: bytes that remain after the backward of each chunk (`_left`).
+        """
+        behind = live + begun @ left
+        if self.adds:
+            again = begun[:, chunk]
+            yield behind[~again], self._backward(chunk, kind)
+            yield behind[again], self._backward(chunk, kind, adds=True)
+        elif self.rank.accumulates:
+            yield behind, self._backward(chunk, kind)
+        else:
+            # The first reduction of this backward frees the input of the last one.
+            yield live, self._backward(chunk, kind)
+            yield behind, self._backward(chunk, kind, layers=1)
+
+    def _backward(
+        self, chunk: int, kind: Kind, adds: bool = False, layers: int | None = None
+    ) -> float:
         """Returns the bytes of a backward that the forward has not kept.
 
         In I, the operands of later layers' weight gradients wait for W.
+
+        Args:
+            adds: whether gradients are added to those of an earlier micro-batch.
+            layers: number of layers, counted from the last one, or None for the whole stage.
         """
         more, most = 0.0, -math.inf
         places = self._with_backward(chunk)
-        for i, place in reversed([*enumerate(places)]):
+        for i, place in [*enumerate(places)][::-1][:layers]:
             if kind == Kind.I:
                 most = max(most, more + place.memory.halved)
                 more += place.memory.deferred - place.stays
             else:
                 gathered = self._gathered_with(place.numel + _ahead(places, i))
-                most = max(most, more + gathered + place.memory.backward)
+                peak = place.adding if adds else place.memory.backward
+                most = max(most, more + gathered + peak)
                 more -= place.stays
-        most = max(most, more + self._of_embedding(chunk))
-        return most + self._away(chunk) + self._of_head(chunk)
+        if layers is None:
+            most = max(most, more + self._of_embedding(chunk))
+        return most + self._away(chunk) + self._of_head(chunk, adds)
 
     def _away(self, chunk: int) -> float:
         """Returns the bytes of offloaded layers that are on the device at the same time.
@@ -209,13 +252,14 @@ class _Moments:
             (p.memory.kept - p.stays for p in self._with_backward(chunk)), default=0.0
         )
 
-    def _of_head(self, chunk: int) -> float:
+    def _of_head(self, chunk: int, adds: bool) -> float:
         """Returns the bytes that the head adds to the backward of a stage's layers.
 
-        The backward begins with the gradient of the head's input, and that of its table is kept.
+        The backward begins with the gradient of the head's input. That of its table is kept, or
+        added to that of an earlier micro-batch.
         """
         stage = self.rank.stages[chunk]
-        return self._cast(stage) - self.rank.stream if stage.last else 0.0
+        return self._cast(stage) * (not adds) - self.rank.stream if stage.last else 0.0
 
     def _of_embedding(self, chunk: int) -> float:
         """Returns the bytes of the embedding's backward, which follows that of the layers."""
@@ -317,9 +361,11 @@ class _Moments:
         if rank.accumulates:
             return float(FP32 * (sum(p.trained for p in places) + self._completed(stage)))
         if rank.fully_sharded and not self.once and len(rank.stages) == 1:
-            last, ends = max((p.trained for p in places), default=0), self._completed(stage)
-            # With a frozen table, embedding and head are not always the last to be reduced.
-            return float(FP32 * (max(last, ends) if rank.blueprint.frozen else ends or last))
+            # The rest of a layer is reduced after its experts, and embedding and head after all
+            # layers but one whose input has no gradient.
+            last = next((p.trained - p.apart or p.apart for p in places if p.trained), 0)
+            begins = rank.blueprint.first_trained in stage.layers
+            return float(FP32 * (last if begins else self._completed(stage) or last))
         return 0.0
 
     def _reduction(self, chunk: int) -> dict[str, float]:
@@ -330,7 +376,8 @@ class _Moments:
         """
         rank, sums, stage = self.rank, not self.rank.accumulates, self.rank.stages[chunk]
         frees = rank.blueprint.data.zero == 2 and (self.once or rank.accumulates)
-        cast, always = self._cast(stage), self._away(chunk) + self._of_head(chunk)
+        cast = self._cast(stage) * (not self.adds)
+        always = self._away(chunk) + self._of_head(chunk, self.adds)
         places = self._with_backward(chunk)
         after = during = -math.inf
         more = 0.0  # less the bytes that layers had kept and that their backwards have freed
@@ -372,7 +419,9 @@ class _Moments:
             ends += input + max(0.0, input / rank.replicas - freed)
         if places and stage.first and stage.last and rank.table.tied:
             # Autograd adds the embedding's gradient to the head's, during the last reduction.
-            added = rank.stream + more - self.states + 2 * self.table + self._gathered_with(0)
+            added = rank.stream + more - self.states + 2 * self.table
+            frees = rank.blueprint.data.zero == 2 and self.once
+            added += rank.item * rank.end_numel if frees else self._gathered_with(0)
             ends = max(ends, added + sums * FP32 * places[0].trained)
         return found | {ENDS: ends}
 
