@@ -11,7 +11,7 @@ from parallel3d.blueprint.buckets import Home, homes, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.dispatch import ALL_TO_ALL, chosen_way, share_sent
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.parameters import LocalParameter
+from parallel3d.blueprint.parameters import TABLES, LocalParameter
 from parallel3d.blueprint.rank import (
     LayersOfKind,
     PipelineRank,
@@ -38,9 +38,11 @@ from parallel3d.models.declared import (
 )
 from parallel3d.models.products import (
     COLUMN,
+    ROUTED,
     ROW,
     Gradients,
     LayerProduct,
+    norms_over_tp,
     products_of,
     repeated_products,
 )
@@ -103,13 +105,12 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
         every = rank.tokens * size * rank.item
         twice = recomputed * repeats.layer
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
-        back = layers * gradients.reach("attention.qkv")
+        back = layers * _reaches_queries(products, gradients)
         yield Transfer("tp", "reduce_scatter", every, back, "gradients of q and k")
-    if blueprint.model.qk_norm_width == "full" and attends:
-        # Each token has one statistic for q and one for k.
-        sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)
-        twice = recomputed * repeats.mixer + layers * gradients.reach("attention.out")
-        yield Transfer("tp", "all_reduce", sums, layers + twice, "norms of q and k")
+    for module, numbers in norms_over_tp(blueprint.model, of.kind).items():
+        sums = numbers * rank.tokens * max(rank.item, STATISTIC_BYTES)
+        twice = recomputed * repeats.mixer + layers * (module in gradients.norms)
+        yield Transfer("tp", "all_reduce", sums, layers + twice, "norms over split dimensions")
     cut = rank.mlp_chunks
     apart = recomputed if cut > 1 else 0  # number of MLPs whose two GEMMs communicate in chunks
     if not rank.sp:
@@ -133,6 +134,11 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
     scatters = rows * layers + rows_again * recomputed - apart
     yield Transfer("tp", "all_gather", each, chunks * gathers, what)
     yield Transfer("tp", "reduce_scatter", each, chunks * scatters, what)
+
+
+def _reaches_queries(products: Sequence[LayerProduct], gradients: Gradients) -> bool:
+    """Returns whether the queries of a layer's attention have a gradient."""
+    return any(each.outputs == "queries" and gradients.reach(each) for each in products)
 
 
 def _split(products: Sequence[LayerProduct]) -> tuple[int, int]:
@@ -178,9 +184,13 @@ def _dispatch(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Ite
     # A repetition of the experts ends before their results travel back, unless a norm follows.
     there = layers + recomputed * (repeats.mlp or repeats.layer)
     back = layers + recomputed * (repeats.layer and of.kind.norm_position != "before")
-    of_tokens = layers * ("mlp.experts.up" in gradients.inputs)
-    of_weights = layers * gradients.reach("mlp.router")
-    trained = {"mlp.experts.up", "mlp.experts.down"} & gradients.weights
+    products = products_of(model, of.kind)
+    of_experts = [product for product in products if product.of_experts]
+    of_tokens = layers * any(
+        product.inputs == "hidden" and product.name in gradients.inputs for product in of_experts
+    )
+    of_weights = layers * any(p.outputs == ROUTED and gradients.reach(p) for p in products)
+    trained = {product.name for product in of_experts} & gradients.weights
     of_results = layers if trained else of_weights
     own = rank.tokens // (rank.layout.tp if rank.sp else 1)
     chosen = model.num_experts, model.experts_per_token, ep
@@ -307,7 +317,11 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the cp traffic of attention (context_parallel/attention.py), and of other mixers."""
     blueprint = rank.blueprint
     every = [
-        (of, by.reach("attention.qkv"), (of.kind.window, heads_of(of.kind), of.kind.head_size))
+        (
+            of,
+            _reaches_queries(products_of(blueprint.model, of.kind), by),
+            (of.kind.window, heads_of(of.kind), of.kind.head_size),
+        )
         for of, by in rank.layers_alike()
         if of.kind.mixer == ATTENTION
     ]
@@ -360,7 +374,7 @@ def _attention(rank: PipelineRank, kind: LayerKind) -> tuple[int, Iterator[SentC
 def _head(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives of the head and its loss (tensor_parallel/loss.py)."""
     model, microbatches, whole = rank.blueprint.model, rank.blueprint.microbatches, rank.hidden
-    norms = [p for p in rank.ends if p.name.startswith("head.norm.")]
+    norms = [p for p in rank.ends if p.name.startswith("head.") and p.name not in TABLES]
     reached = rank.blueprint.first_trained < model.num_layers or not all(p.frozen for p in norms)
     back = microbatches * reached
     if rank.sp:

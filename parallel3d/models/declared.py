@@ -174,7 +174,8 @@ def head_norm(model: ModelConfig, kind: LayerKind) -> Held:
     for part, width in zip("qk", heads_of(kind), strict=True):
         name = f"{part}_norm.weight"
         if model.qk_norm_width == "full":
-            held[part] = (vector(name, width, split=0, fill=fill),)
+            of_all = vector(name, width, split=0, fill=fill)._replace(norm_over_tp=True)
+            held[part] = (of_all,)
         else:
             held[part] = (vector(name, head, fill=fill)._replace(of_heads=True),)
     return held

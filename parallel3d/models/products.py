@@ -7,6 +7,7 @@ as attention.qkv.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from itertools import groupby
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import Repeats
 
 COLUMN, ROW = 0, 1  # the dimension of its matrices that tensor parallelism cuts
+ROUTED = "experts"  # the dimension of a router's results
 
 
 class LayerProduct(NamedTuple):
@@ -26,12 +28,17 @@ class LayerProduct(NamedTuple):
         parameter: name of its local parameter within the layer.
         multiplied: multiply-adds of a token, over all ranks.
         split: COLUMN or ROW, where a tensor-parallel layer gathers or sums; None: nothing is sent.
+        inputs, outputs: names of the dimensions that its first matrix reads and makes.
+        of_experts: whether it multiplies by the matrices of experts.
         before: the local parameters from which its input comes, if it reads no hidden states.
     """
 
     parameter: str
     multiplied: int
     split: int | None
+    inputs: str
+    outputs: str
+    of_experts: bool = False
     before: tuple[str, ...] = ()
 
     @property
@@ -42,6 +49,7 @@ class LayerProduct(NamedTuple):
 def products_of(model: ModelConfig, kind: LayerKind) -> list[LayerProduct]:
     """Lists the products of a layer, in the order of its parameters."""
     held = declared.layer(model, kind)
+    routers = tuple(name for name, tensors in held.items() if tensors[0].dims[0].name == ROUTED)
     found = []
     for number, (name, tensors) in enumerate(held.items()):
         matrices = [tensor for tensor in tensors if len(tensor.dims) > 1]
@@ -49,18 +57,31 @@ def products_of(model: ModelConfig, kind: LayerKind) -> list[LayerProduct]:
             continue
         first, product = matrices[0], name.removesuffix(".weight")
         module, split = product.rpartition(".")[0], first.split
+        outputs, *_, inputs = (dim.name for dim in first.dims)
         before: tuple[str, ...] = ()
-        if first.dims[-1].name != "hidden":
+        if inputs != "hidden":
             # Without hidden states as its input, such as a convolution, it gathers nothing.
             split = None if split == COLUMN else split
             earlier = [*held][:number]
             before = tuple(n for n in earlier if n.startswith(f"{module}."))
             if first.experts:  # the weights of a token's experts come from the router
-                before += tuple(n for n in earlier if n.startswith("mlp.router."))
+                before += routers
         used = model.experts_per_token if first.experts else 1
         multiplied = used * sum(math.prod(tensor.shape) for tensor in matrices)
-        found.append(LayerProduct(name, multiplied, split, before))
+        of_experts = first.experts > 0
+        found.append(LayerProduct(name, multiplied, split, inputs, outputs, of_experts, before))
     return found
+
+
+def norms_over_tp(model: ModelConfig, kind: LayerKind) -> dict[str, int]:
+    """Returns the numbers of a token that ranks sum for norms over a dimension that tp cuts.
+
+    They are keyed by the module of the norms, within the layer.
+    """
+    held = declared.layer(model, kind)
+    return Counter(
+        name.rpartition(".")[0] for name, (first, *_) in held.items() if first.norm_over_tp
+    )
 
 
 class Gradients(NamedTuple):
@@ -69,14 +90,16 @@ class Gradients(NamedTuple):
     Attributes:
         inputs: products whose input has a gradient.
         weights: products whose weight has a gradient.
+        norms: modules of `norms_over_tp` whose results have a gradient.
     """
 
     inputs: frozenset[str]
     weights: frozenset[str]
+    norms: frozenset[str] = frozenset()
 
-    def reach(self, name: str) -> bool:
+    def reach(self, product: LayerProduct) -> bool:
         """Returns whether the result of a product has a gradient."""
-        return name in self.inputs | self.weights
+        return product.name in self.inputs | self.weights
 
 
 def gradients_of(
@@ -88,18 +111,24 @@ def gradients_of(
         frozen: its local parameters that are not trained.
         reached: whether its input has a gradient.
     """
-    inputs, weights = set(), set()
+    inputs, weights, norms = set[str](), set[str](), set[str]()
     products = {each.parameter: each for each in products_of(model, kind)}
+    split_norms = norms_over_tp(model, kind)
     parts = groupby(declared.layer(model, kind), key=lambda name: name.split(".")[0])
     for _, parameters in parts:
         mine = [*parameters]
+        norms |= {
+            name.rpartition(".")[0]
+            for number, name in enumerate(mine)
+            if reached or any(earlier not in frozen for earlier in mine[: number + 1])
+        } & split_norms.keys()
         for each in (products[name] for name in mine if name in products):
             if reached or any(name not in frozen for name in each.before):
                 inputs.add(each.name)
             if each.parameter not in frozen:
                 weights.add(each.name)
         reached = reached or any(name not in frozen for name in mine)
-    return Gradients(frozenset(inputs), frozenset(weights))
+    return Gradients(frozenset(inputs), frozenset(weights), frozenset(norms))
 
 
 def repeats_anything(model: ModelConfig, kind: LayerKind, repeats: Repeats) -> bool:

@@ -75,6 +75,9 @@ class FullTensor(NamedTuple):
             none. The tensors of one local parameter agree in it.
         tied: whether it is the table of both embedding and head.
         drawn: how its initial values are drawn, if they do not follow from `std` and `fill`.
+        norm_over_tp: whether it is the weight of a norm over a dimension that tensor parallelism
+            cuts. Its ranks then sum one number for each token, in the forward and in the backward;
+            the norms of one module do so together.
     """
 
     name: str
@@ -90,6 +93,7 @@ class FullTensor(NamedTuple):
     wide: bool = False
     tied: bool = False
     drawn: Drawn | None = None
+    norm_over_tp: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -88,6 +88,19 @@ def test_gradients_of_key_value_heads_are_summed_if_ranks_share_them() -> None:
     assert found.nbytes == 20 * of_layer * 4
 
 
+def test_norms_over_all_heads_sum_in_a_backward_only_if_it_reaches_them() -> None:
+    """The first layer trains its last product alone, whose weight needs no gradient of a norm."""
+    model = ModelConfig(num_layers=2, norm="rmsnorm", qk_norm=True, qk_norm_width="full")
+    config = Config(tp=2, micro_batch_size=1, global_batch_size=3, model=model)
+    layer = ("input_norm.*", "attention.q*", "attention.k*", "attention.v*")
+    config.optim.freeze = ["embedding.*", *(f"layers.0.{name}" for name in layer)]
+    what = "norms over split dimensions"
+    found = [t for t in transfers(config, Layout(tp=2), 0) if t.what == what]
+    sums = 2 * model.seq_length * 4  # of q and of k, in fp32
+    assert {(t.dim, t.op, t.nbytes) for t in found} == {("tp", "all_reduce", sums)}
+    assert sorted(t.count for t in found) == [3, 2 * 3]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_all_stages_add_up_to_the_model(tied: bool) -> None:
     model = ModelConfig(num_layers=6, vocab_size=256, vocab_multiple=8, tie_embeddings=tied)
