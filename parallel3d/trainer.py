@@ -31,6 +31,7 @@ from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch, OwnMicroBatch
 from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, has_loss_mask
 from parallel3d.data_parallel.interface import DataParallel
+from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype
 from parallel3d.errors import UserError
 from parallel3d.experts.balance import BalanceOfRun, ExpertFigures
@@ -630,7 +631,9 @@ class RankTrainer:
         """
         if is_training not in self.names_of_terms:
             own = None if mine is None else sorted(mine)
-            everyone = all_gather_json(own, self.groups.world.handle, self.device)
+            everyone = [own or []]
+            if accelerator.has_values(self.device):  # a dry run has no other ranks
+                everyone = all_gather_json(own, self.groups.world.handle, self.device)
             found = [(rank, names) for rank, names in enumerate(everyone) if names is not None]
             first, names = found[0]
             for rank, others in found:

@@ -44,9 +44,9 @@ from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachi
 from parallel3d.trace.products import attention_of, name_of, product_of
 from parallel3d.trace.world import (
     COLLECTIVES,
-    Zeros,
     machine_without_values,
     names_of,
+    samples_for,
     whole_bytes,
     world_of,
 )
@@ -434,10 +434,9 @@ def dry_step(
             # Without a batch schedule, the step has the final batch size.
             train = dataclasses.replace(config.train, batch_schedule=None)
             config = dataclasses.replace(config, train=train, compile=False)
-            zeros = Zeros(config.model.seq_length)
-            device = torch.device(TYPE, 0)
+            source, device = samples_for(config.model), torch.device(TYPE, 0)
             # No variable holds the trainer, so that it is freed after its step.
-            make = partial(Trainer, train_source=zeros, optimizer=optimizer)
+            make = partial(Trainer, train_source=source, optimizer=optimizer)
             return _step(make(config, groups, device), counter, memory_only)
     finally:
         machine.observers.remove(counter)

@@ -248,6 +248,8 @@ class OwnArchitecture:
         (inputs,) = example()
         sends: list[StageOutputs] = []
         places = blueprint.assignment.places
+        if not accelerator.has_values(device):
+            return self._messages_alone(blueprint, groups, device, inputs)
         for number, (rank, chunk) in enumerate(places):
             facts: Any = None
             failure: Exception | None = None
@@ -274,6 +276,20 @@ class OwnArchitecture:
             if number < len(places) - 1:
                 shapes, dtype = facts
                 sends.append(StageOutputs(tuple(map(tuple, shapes)), dtype_of(dtype)))
+        return sends
+
+    def _messages_alone(
+        self, blueprint: Blueprint, groups: ProcessGroups, device: torch.device, inputs: LayerInputs
+    ) -> list[StageOutputs]:
+        """Does the same as `messages` without the other ranks, on a device without values."""
+        values = self.initializer(blueprint, device)
+        sends: list[StageOutputs] = []
+        x: Any = None
+        for number, held in enumerate(blueprint.stages[:-1]):
+            (stage,) = self.stages_of_rank(blueprint, [held], values, groups, PendingGathers())
+            with torch.no_grad():
+                x = stage(x, inputs, None)
+            sends.append(StageOutputs.of(x, number))
         return sends
 
     def compile(self, stages: Sequence[OwnStage], saves_operands: bool) -> None:

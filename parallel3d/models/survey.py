@@ -52,14 +52,15 @@ def elements_of(held: Iterable[tuple[FullTensor, ...]]) -> int:
 class OwnModelConfig(ModelConfig):
     """The keys of a run of a user's own model.
 
-    The class is `_target_`, and its fields are `fields`; `instance` is the model itself, and
-    `survey` what it holds. The transformer's keys have no effect, except `num_layers`, the number
-    of blocks, `seq_length` and `vocab_size`: these are those of the model if it has them, and
-    otherwise a sample counts as one token.
+    The class is `_target_`, and its fields are `fields`; `instance` is the model itself, `example`
+    a sample of its data (None: of a text), and `survey` what it holds. The transformer's keys have
+    no effect, except `num_layers`, the number of blocks, `seq_length` and `vocab_size`: these are
+    those of the model if it has them, and otherwise a sample counts as one token.
     """
 
     ARCHITECTURE: ClassVar[str] = "models.own_stage:OwnArchitecture"
     instance: Any = field(default=None, compare=False, repr=False)
+    example: Any = field(default=None, compare=False, repr=False)
     survey: ModelSurvey | None = field(default=None, compare=False, repr=False)
 
     @property

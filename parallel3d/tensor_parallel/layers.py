@@ -327,7 +327,7 @@ class ColumnParallelLinear(ShardedModule):
             )
         key = f"out_features[{matrix}]" if matrix else "out_features"
         self.check_divides(key, rows, size // shared)
-        return Dimension(matrix, rows, heads=size // shared)
+        return Dimension(matrix, rows, heads=size // shared if shared > 1 else 0)
 
     @classmethod
     def of(cls, held: Held, **options: Any) -> Self:

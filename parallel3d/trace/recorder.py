@@ -320,6 +320,7 @@ class LayerRun:
             measures=self.architecture.measures(model),
         )
         batch = batches.micro_batch(0, 0)
+        assert isinstance(batch, MicroBatch)
         counted = batch.inputs.balance
         if self.balance is None or counted is None:
             return batch

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data.sampler import Sample
+from parallel3d.data.sampler import Sample, SampleSource
 from parallel3d.device import accelerator
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import SimulatedMachine
@@ -87,3 +89,22 @@ class Zeros:
 
     def sample(self, i: int) -> Sample:
         return self._sample
+
+
+class Repeated:
+    """Provides one sample of a user's own data again and again."""
+
+    def __init__(self, example: Any, seq_length: int) -> None:
+        self.seq_length = seq_length
+        self._sample = example
+
+    def sample(self, i: int) -> Any:
+        return self._sample
+
+
+def samples_for(model: ModelConfig) -> SampleSource:
+    """Returns samples that have the shapes of a model's data, and no meaning."""
+    example = model.example if isinstance(model, OwnModelConfig) else None
+    if example is None:
+        return Zeros(model.seq_length)
+    return Repeated(example, model.seq_length)

@@ -1,0 +1,113 @@
+"""Dry runs of a user's own model, whose stages are run to find what they send."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parallel3d as p3d
+from parallel3d.blueprint.keys import ClusterConfig
+from parallel3d.blueprint.rank import PipelineRank
+from parallel3d.commands.dry_ranks import find_facts
+from parallel3d.config.fields import with_values
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.own_model import own_config
+from parallel3d.resolve import blueprint_of
+from parallel3d.run_config import Config, check_config
+from parallel3d.topology.assumptions import preset
+
+PIXELS, KINDS, H = 12, 5, 256
+pytestmark = pytest.mark.slow
+
+
+class Embedding(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(PIXELS, hidden)
+
+    def forward(self, inputs: p3d.Inputs) -> Tensor:
+        return self.linear(inputs.batch["image"])
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, parallel: p3d.Parallel) -> None:
+        super().__init__()
+        self.up = p3d.ColumnParallelLinear(hidden, 4 * hidden, parallel.tp)
+        self.down = p3d.RowParallelLinear(4 * hidden, hidden, parallel.tp)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Head(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, KINDS)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return self.linear(x)
+
+
+@dataclass
+class Images(p3d.Model):
+    hidden: int = H
+    num_layers: int = 4
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return Embedding(self.hidden)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(self.hidden, parallel)
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return Head(self.hidden)
+
+    def loss(self, outputs: Tensor, inputs: p3d.Inputs) -> p3d.Loss:
+        losses = nn.functional.cross_entropy(outputs, inputs.batch["kind"], reduction="none")
+        return p3d.Loss(losses.sum(), len(losses), {"square": outputs.square().sum()})
+
+
+def config_of(**keys: object) -> Config:
+    example = {"image": np.zeros(PIXELS, np.float32), "kind": 0}
+    model = replace(own_config(ModelConfig(), Images()), example=example)
+    cluster = ClusterConfig(**preset("cluster", "dgx_h100"))
+    config = replace(Config(), model=model, cluster=cluster, device="cuda")
+    batch = {"global_batch_size": 32, "micro_batch_size": 4}
+    return check_config(with_values(config, batch | keys), own_samples=True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
+        {"pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule.name": "zbv"},
+        {"pp": 4, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_a_dry_run_holds_the_states_that_the_blueprint_counts(keys: dict[str, object]) -> None:
+    config = config_of(**keys)
+    facts = find_facts(config)
+    assert [row["stage"] for row in facts["rows"]] == sorted({0, config.pp // 2, config.pp - 1})
+    rank = PipelineRank(blueprint_of(config), facts["stage"])
+    held = sum(parameter.numel for parameter in rank.parameters)
+    shards = config.dp if config.zero == 3 else 1
+    assert facts["live_bytes"]["parameters"] == pytest.approx(4 * held / shards, rel=0.02)
+    moments = 2 * 4 * held / (config.dp if config.zero else 1)
+    assert facts["live_bytes"]["optimizer"] == pytest.approx(moments, rel=0.02)
+    assert facts["peak_bytes"] > facts["between_steps_bytes"]
+
+
+def test_a_dry_run_counts_every_product_of_a_model() -> None:
+    config = config_of()
+    matrices = PIXELS * H + 4 * 8 * H * H + H * KINDS
+    samples = config.global_batch_size
+    flops = find_facts(config)["flops"]
+    # The input of the embedding needs no gradient.
+    assert math.isclose(flops, samples * (6 * matrices - 2 * PIXELS * H), rel_tol=1e-6)
