@@ -17,7 +17,7 @@ from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import checked_split, training_costs
 from parallel3d.device.keys import PrecisionConfig
 from parallel3d.experts.keys import ExpertsConfig
-from parallel3d.models.declared import LayerKind, kinds_of_layers, layer_kinds
+from parallel3d.models.declared import KnownModel, LayerKind, kinds_of_known, layer_kinds
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.products import repeats_anything
 from parallel3d.models.repeats import Repeats
@@ -245,9 +245,14 @@ class Blueprint:
         return replace(self.layout, loops=1 if shape == "v" else chunks)
 
     @cached_property
+    def known_model(self) -> KnownModel:
+        """The model, as a key of what is remembered about it."""
+        return KnownModel.of(self.model)
+
+    @cached_property
     def kind_of_layer(self) -> tuple[LayerKind, ...]:
         """The kind of each layer of the model."""
-        return kinds_of_layers(self.model)
+        return kinds_of_known(self.known_model)
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:

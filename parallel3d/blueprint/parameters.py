@@ -97,7 +97,22 @@ def stage_parameters(
     the list of the head's stage if this stage `borrows_table` from the first stage on the same
     rank.
     """
-    of, found = KnownModel.of(model), list[LocalParameter]()
+    of = KnownModel.of(model)
+    return parameters_of_known(of, tp, layers, first, last, borrows_table=borrows_table, ep=ep)
+
+
+def parameters_of_known(
+    of: KnownModel,
+    tp: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    *,
+    borrows_table: bool = False,
+    ep: int = 1,
+) -> list[LocalParameter]:
+    """Does the same as `stage_parameters`."""
+    found: list[LocalParameter] = []
     if first:
         found += _of_embedding(of, tp)
     kinds = kinds_of_known(of) if layers else ()

@@ -12,7 +12,7 @@ from parallel3d.blueprint.buckets import (
     assign,
     padded_numel,
 )
-from parallel3d.blueprint.parameters import TABLES, LocalParameter, stage_parameters
+from parallel3d.blueprint.parameters import TABLES, LocalParameter, parameters_of_known
 from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
 from parallel3d.models.declared import LayerKind, heads_of
 from parallel3d.models.products import Gradients, gradients_of
@@ -204,8 +204,8 @@ class PipelineRank:
         A tied table is listed once per rank.
         """
         frozen = self.blueprint.frozen
-        found = stage_parameters(
-            self.blueprint.model,
+        found = parameters_of_known(
+            self.blueprint.known_model,
             self.layout.tp,
             layers,
             stage.first,
@@ -228,11 +228,11 @@ class PipelineRank:
     @cached_property
     def numels(self) -> dict[LayerKind, tuple[int, int]]:
         """Kind of layer → (elements of the layer's experts, elements of its other parameters)."""
-        model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
+        of, tp, ep = self.blueprint.known_model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
         for kind in self.blueprint.kinds:
             layer = self.blueprint.kind_of_layer.index(kind)
-            held = stage_parameters(model, tp, range(layer, layer + 1), False, False, ep=ep)
+            held = parameters_of_known(of, tp, range(layer, layer + 1), False, False, ep=ep)
             of_experts = sum(p.numel for p in held if p.expert)
             found[kind] = of_experts, sum(p.numel for p in held) - of_experts
         return found

@@ -8,6 +8,7 @@ added. `benchmarks/planner/plan_dryrun.py` compares the bound with the memory th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from parallel3d.estimate.search import (
     planned,
     ranked,
 )
+from parallel3d.models.declared import KnownModel
 from parallel3d.optim.keys import OptimConfig, TriedOptimConfig
 from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
@@ -271,10 +273,15 @@ def _state(rank: PipelineRank) -> RankMemory:
         each += size(wide * own) * (optim.ema_decay is not None)
         steps = BLOCK * spread  # the number of updates, which the optimizer's kernel reads
         optimizer += count * (each + steps)
-    model = rank.blueprint.model
-    rows = (2 * rope.pairs * sum(model.rotary_lengths(rope)) for rope in model.ropes)
-    tables = float(len(rank.stages) * wide * sum(rows))  # cosines and sines
+    tables = float(len(rank.stages) * wide * _rotary_numel(rank.blueprint.known_model))
     return RankMemory(parameters, gradients, masters, optimizer, tables)
+
+
+@functools.lru_cache(maxsize=64)
+def _rotary_numel(of: KnownModel) -> int:
+    """Returns the number of cosines and sines in a stage's tables of rotary positions."""
+    model = of.model
+    return sum(2 * rope.pairs * sum(model.rotary_lengths(rope)) for rope in model.ropes)
 
 
 def _block(nbytes: float) -> float:
