@@ -102,10 +102,19 @@ class Trainer(RankTrainer):
         if train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
         source, size = train_source, blueprint.micro_batch_size
+        checks_tokens = corpus is None and config.model.has_vocabulary
 
         def example() -> tuple[Any, ...]:
-            fields_in = compute_dtype(blueprint.precision)
-            batches = Batches(source, size, 1, 0, device, fields_in=fields_in)
+            batches = Batches(
+                source,
+                size,
+                1,
+                0,
+                device,
+                document_mask=config.data.masks_documents,
+                vocab_size=config.model.vocab_size if checks_tokens else None,
+                fields_in=compute_dtype(blueprint.precision),
+            )
             return batches.micro_batch(0, 0)
 
         self.stages, parts = build(
@@ -118,7 +127,7 @@ class Trainer(RankTrainer):
         self.config, self.corpus, self.valid_files = config, corpus, valid_files
         samples = StepSamples(
             train_source,
-            checks_tokens=corpus is None and config.model.has_vocabulary,
+            checks_tokens=checks_tokens,
             is_own=corpus is None,
             document_mask=config.data.masks_documents,
             held_out=valid_source,

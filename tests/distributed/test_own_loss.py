@@ -19,13 +19,17 @@ from torch import Tensor, nn
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.build import Trainer
+from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.data.sampler import Sample
 from parallel3d.errors import UserError
+from parallel3d.models.cross_entropy import vocab_parallel_cross_entropy
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.own_loss import Loss
 from parallel3d.models.own_model import Model, Parallel, own_config
 from parallel3d.run_config import Config
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.distributed.pool import Pool
 
@@ -46,7 +50,7 @@ class Points:
     def sample(self, i: int) -> dict[str, Any]:
         random = np.random.default_rng(i)
         x = random.normal(size=3)
-        mask = random.integers(0, 4, 2) * 0.75
+        mask = random.integers(0, 4, 2) * 0.75 + (i == 0)
         if self.empty and i // BATCH == EMPTY:
             mask = np.zeros(2)
         return {"x": x, "y": np.stack([np.sin(x.sum()), x[0]]), "loss_mask": mask}
@@ -189,14 +193,19 @@ def trained(
 # The reference: one process, plain PyTorch, the whole batch at once
 
 
-def outputs_of(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+def linear(weights: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:
+    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
-    x = linear(x, "embedding.into")
+
+def blocks(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
     for number in range(Curve.num_layers):
-        x = x + linear(torch.tanh(linear(x, f"layers.{number}.up")), f"layers.{number}.down")
-    return linear(x, "head.out")
+        wide = torch.tanh(linear(weights, x, f"layers.{number}.up"))
+        x = x + linear(weights, wide, f"layers.{number}.down")
+    return x
+
+
+def outputs_of(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return linear(weights, blocks(weights, linear(weights, x, "embedding.into")), "head.out")
 
 
 def sums(
@@ -391,3 +400,114 @@ def evaluated(size: int) -> str:
 def test_samples_that_cannot_be_masked_are_evaluated_in_whole_batches() -> None:
     assert evaluated(BATCH + 3) == str(BATCH)
     assert evaluated(BATCH - 1).startswith(f"fit(valid=…) has {BATCH - 1} samples without a field")
+
+
+# A text, whose vocabulary is split over tp
+
+VOCABULARY, LENGTH, SMOOTHING, Z = 12, 5, 0.1, 1e-2
+
+
+class Text:
+    seq_length = LENGTH
+
+    def sample(self, i: int) -> Sample:
+        random = np.random.default_rng(i)
+        mask = random.random(LENGTH) < (0.2, 0.9)[i % 2]
+        return Sample(random.integers(0, VOCABULARY, LENGTH + 1), mask)
+
+
+class Words(nn.Module):
+    def __init__(self, width: int, tp: Group) -> None:
+        super().__init__()
+        self.table = VocabParallelEmbedding(VOCABULARY, width, group=tp)
+
+    def forward(self, inputs: LayerInputs) -> Tensor:
+        return self.table(inputs.batch["tokens"])
+
+
+class Logits(nn.Module):
+    def __init__(self, width: int, tp: Group) -> None:
+        super().__init__()
+        self.tp = tp
+        self.project = ColumnParallelLinear(width, VOCABULARY, group=tp)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Group]:
+        return self.project(x), self.tp
+
+
+@dataclass
+class Language(Curve):
+    """Predicts the next token, with label smoothing and a z-loss."""
+
+    vocab_size: int = VOCABULARY
+    seq_length: int = LENGTH
+
+    def embedding(self, parallel: Parallel) -> nn.Module:
+        return Words(self.width, parallel.tp)
+
+    def head(self, parallel: Parallel) -> nn.Module:
+        return Logits(self.width, parallel.tp)
+
+    def loss(self, outputs: tuple[Tensor, Group], inputs: LayerInputs) -> Loss:
+        logits, tp = outputs
+        labels, mask = inputs.batch["labels"], inputs.batch["loss_mask"]
+        return vocab_parallel_cross_entropy(
+            logits, labels, mask, tp, label_smoothing=SMOOTHING, z_loss=Z
+        )
+
+
+def read(sizes: Sequence[int], micro: int) -> tuple[list[Any], dict[str, np.ndarray], list[Any]]:
+    """Returns the initial weights, and for each step its loss, norm, terms and tokens; runs on
+    every rank."""
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
+    config = config_of(sizes, Language(), {"train.eval_batches": 1}, micro)
+    trainer = Trainer(config, groups, torch.device("cpu"), train_source=Text(), valid_source=Text())
+    initial = arrays(trainer.full_parameters())
+    scores = [trainer.evaluate()]
+    steps = []
+    for _ in range(2):
+        result = trainer.train_step()
+        steps.append((result.loss, result.grad_norm, dict(result.terms), result.tokens))
+    scores.append(trainer.evaluate())
+    groups.close()
+    return steps, initial, scores
+
+
+def text_losses(weights: Mapping[str, Tensor], first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the mean loss, cross-entropy and z-loss of a batch, by their formulas."""
+    samples = [Text().sample(i) for i in range(first, first + BATCH)]
+    tokens = torch.tensor(np.stack([sample.tokens for sample in samples]))
+    mask = torch.tensor(np.stack([sample.loss_mask for sample in samples]))
+    x = weights["embedding.table.weight"][tokens[:, :-1]]
+    logits = linear(weights, blocks(weights, x), "head.project")
+    log = torch.log_softmax(logits, -1)
+    of_label = -log.gather(-1, tokens[:, 1:, None])[..., 0]
+    z = Z * torch.logsumexp(logits, -1).square()
+    smooth = (1 - SMOOTHING) * of_label - SMOOTHING * log.mean(-1)
+    whole, plain, of_z = (((each * mask).sum() / mask.sum()) for each in (smooth + z, of_label, z))
+    return whole, plain, of_z
+
+
+@pytest.mark.parametrize(("sizes", "micro"), [((2, 1, 2), 2), ((2, 2, 1), 1)])
+def test_a_text_whose_vocabulary_is_split_has_the_loss_of_the_formula(
+    pool: Pool, sizes: tuple[int, ...], micro: int
+) -> None:
+    ranks = pool.run(4, read, sizes, micro)
+    weights = {name: torch.tensor(w).requires_grad_() for name, w in ranks[0][1].items()}
+    scores = [text_losses(weights, 0)[1].item()]
+    expected = []
+    for step in range(2):
+        loss, plain, z = text_losses(weights, step * BATCH)
+        grads = torch.autograd.grad(loss, list(weights.values()))
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+        expected.append((loss.item(), norm, {"cross_entropy": plain.item(), "z_loss": z.item()}))
+        with torch.no_grad():
+            for weight, grad in zip(weights.values(), grads, strict=True):
+                weight -= RATE * min(1.0, CLIP / (norm + 1e-6)) * grad
+    scores.append(text_losses(weights, 0)[1].item())
+    for steps, _, found in ranks:
+        assert found == pytest.approx(scores, rel=1e-12)
+        for mine, theirs in zip(steps, expected, strict=True):
+            assert mine[:2] == pytest.approx(theirs[:2], rel=1e-12)
+            assert mine[2] == pytest.approx(theirs[2], rel=1e-12)
+            assert mine[3] == BATCH * LENGTH
