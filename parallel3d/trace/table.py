@@ -1,7 +1,8 @@
 """Remembers traces of layers on disk, and records those that are missing.
 
-A folder has the traces of one model, for one content of this package and one version of torch, each
-in a file. A file is replaced as a whole; one that is damaged or not ours is left out of account.
+A folder has the traces of models with equal layers, for one content of this package and one version
+of torch, each in a file. A file is replaced as a whole; one that is damaged or not ours is left out
+of account.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pathlib import Path
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.files import is_ours, others_may_write, parse_json, read_bounded, replace_durably
-from parallel3d.models.declared import LayerKind, layer_kinds
+from parallel3d.models.declared import KnownModel, LayerKind, layer_kinds
 from parallel3d.models.keys import ModelConfig
 from parallel3d.trace.child import RecordingProcess
 from parallel3d.trace.layer_trace import LayerTrace
-from parallel3d.trace.wanted import WantedTrace, digest_of
+from parallel3d.trace.wanted import WantedTrace, digest_of, digest_of_layers
 from parallel3d.versions import installed
 
 LARGEST = 1 << 24  # bytes of a file that is read
@@ -130,7 +131,7 @@ def trace_folder() -> Path | None:
 
 
 def table_of(model: ModelConfig) -> TraceTable:
-    """Returns the table of a model that this process shares."""
+    """Returns the table of a model's layers that this process shares."""
     return _table(_digest_of(model))
 
 
@@ -164,7 +165,8 @@ def layer_traces(blueprint: Blueprint) -> dict[LayerKind, tuple[LayerTrace, Laye
 
 
 def _digest_of(model: ModelConfig) -> str:
-    return digest_of([model, _digest_of_package(), installed("torch")])[:32]
+    of_layers = digest_of_layers(KnownModel.of(model))
+    return digest_of([of_layers, _digest_of_package(), installed("torch")])[:32]
 
 
 @functools.cache

@@ -12,14 +12,34 @@ from typing import Any
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.dispatch import most_load
 from parallel3d.blueprint.layout import Layout
-from parallel3d.models.declared import LayerKind
+from parallel3d.models.declared import KnownModel, LayerKind
 from parallel3d.models.repeats import NOTHING
+from parallel3d.models.survey import OwnModelConfig
 
 
 def digest_of(facts: Any) -> str:
     """Returns a digest of dataclasses, and of what JSON can hold."""
     text = json.dumps(facts, sort_keys=True, default=vars)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Keys of a model that no layer reads: models that differ only in them have the same traces.
+OF_NO_LAYER = frozenset(
+    (
+        *("name", "num_layers", "max_position_embeddings", "tie_embeddings"),
+        *("vocab_size", "vocab_multiple", "logit_scale", "logit_cap"),
+    )
+)
+
+
+@functools.lru_cache(maxsize=64)
+def digest_of_layers(of: KnownModel) -> str:
+    """Returns a digest of all keys of a model that its layers depend on."""
+    model = of.model
+    if isinstance(model, OwnModelConfig):  # only its code knows what its blocks depend on
+        return digest_of(model)
+    facts = {key: value for key, value in vars(model).items() if key not in OF_NO_LAYER}
+    return digest_of([facts, model.ropes])  # a stage has tables for all layers' rotary positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +100,7 @@ class WantedTrace:
             settings["dispatch"] = ""
         prefix = f"layers.{self.layer}."
         facts: dict[str, Any] = {
-            "model": run.model,
+            "model": digest_of_layers(run.known_model),
             "kind": kind,
             "sizes": (run.layout.tp, run.layout.cp, run.layout.ep, run.local_seq_length),
             "settings": settings,

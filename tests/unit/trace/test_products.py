@@ -82,6 +82,17 @@ print(json.dumps(["sharded", "", [
     [trace.at(n).backward.launches for trace, n in ((first, 2), (second, 6), (both, 4))],
     second.several == both.several,
 ], []]))
+
+small = {"num_layers": 4}
+large = {"num_layers": 5, "vocab_size": 99, "tie_embeddings": True, "logit_cap": 9.0}
+for name in ("sliding", "experts"):
+    wanted = []
+    for size in (small, large):
+        config = Config(model=ModelConfig(**models[name] | size), device="cuda")
+        config.micro_batch_size = 1
+        wanted.append(WantedTrace.of(blueprint_of(config), 3, recomputed=False))
+    alone = [record([each])[0] for each in wanted]
+    print(json.dumps([name, "sizes", [wanted[0].key == wanted[1].key, alone[0] == alone[1]], []]))
 """
 
 
@@ -103,6 +114,11 @@ def test_a_layer_of_two_tensor_parallel_ranks_whose_backward_is_split(found) -> 
     assert len({*split["products"]}) == 1
     forward, backward = split["attention"]
     assert backward == 2.5 * forward
+
+
+@pytest.mark.parametrize("name", ["sliding", "experts"])
+def test_models_that_differ_outside_their_layers_have_the_same_traces(name: str, found) -> None:
+    assert found[name, "sizes"][0] == [True, True]
 
 
 def test_with_fsdp2_a_recording_does_not_add_to_the_gradients_of_the_one_before(found) -> None:

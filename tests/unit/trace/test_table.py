@@ -35,7 +35,7 @@ from parallel3d.trace.wanted import WantedTrace
 def wanted(
     sequences: int = 1, layer: int = 1, recomputed: bool = False, load: float = 1.0, **keys: Any
 ) -> WantedTrace:
-    config = Config(model=ModelConfig(num_layers=4, **keys.pop("model", {})))
+    config = Config(model=ModelConfig(**{"num_layers": 4} | keys.pop("model", {})))
     config.micro_batch_size = sequences
     for key, value in keys.items():
         *sections, last = key.split(".")
@@ -159,6 +159,10 @@ def test_a_new_folder_removes_those_that_are_unused_for_a_month(tmp_path: Path) 
 
 WINDOWS = {"layer_types": ["sliding", "full"], "sliding_window": 8}
 EXPERTS = {"num_experts": 4}
+# A model of another size, with the same layers.
+HEADS: dict[str, Any] = {
+    "name": "other", "num_layers": 6, "vocab_size": 99, "tie_embeddings": False, "logit_cap": 30.0,
+}  # fmt: skip
 DIFFERENT: list[dict[str, Any]] = [
     {},
     {"tp": 2},
@@ -169,6 +173,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {"recompute": "attention", "recomputed": True},
     {"zero": 2, "dp": 2},
     {"precision.name": "bf16"},
+    {"model": {"ffn_hidden_size": 71}},
     {"layer": 0, "model": WINDOWS},
     {"layer": 1, "model": WINDOWS},
     {"optim.freeze": ["layers.1.attention.*"]},
@@ -188,6 +193,7 @@ SAME: list[dict[str, Any]] = [
     {"zero": 1},
     {"recompute": "full"},
     {"layer": 3},
+    {"model": HEADS},
     {"sequences": 3},
     {"seed": 7},
     {"load": 1.5},
@@ -216,15 +222,16 @@ def test_layers_with_the_same_frozen_parts_have_the_same_trace() -> None:
     assert first == second != wanted().key
 
 
-def test_another_model_package_or_torch_has_traces_of_its_own(
+def test_another_layer_package_or_torch_has_traces_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = {table.table_of(ModelConfig(num_layers=n)).folder for n in (71, 72)}
+    found = {table.table_of(ModelConfig(ffn_hidden_size=n)).folder for n in (71, 72)}
+    assert table.table_of(ModelConfig(ffn_hidden_size=71, **HEADS)).folder in found
     for name, other in (("_digest_of_package", lambda: ""), ("installed", lambda _: "0")):
         with monkeypatch.context() as patched:
             patched.setattr(table, name, other)
-            found.add(table.table_of(ModelConfig(num_layers=71)).folder)
+            found.add(table.table_of(ModelConfig(ffn_hidden_size=71)).folder)
     assert len(found) == 4
 
 
