@@ -14,10 +14,11 @@ uses the choices of the single process, and the usual tolerances apply.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -34,6 +36,12 @@ from parallel3d.build import Trainer, groups_of_run
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.options import CommandConfig, VerifyConfig
+from parallel3d.commands.verify_causes import (
+    Finding,
+    MakeTrainer,
+    causes,
+    findings_of_one_process,
+)
 from parallel3d.config.fields import spell, with_values
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import open_corpus
@@ -45,6 +53,7 @@ from parallel3d.estimate.search import with_style
 from parallel3d.experts.watch import CLOSE, Choices, Flips, flips
 from parallel3d.loop.own_parts import OwnParts, opened
 from parallel3d.metrics.jsonl import write_json
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.optim.keys import OWN, OptimConfig
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
@@ -134,9 +143,6 @@ class Variant(NamedTuple):
     replays: bool = False
 
 
-MakeTrainer = Callable[[Config, ProcessGroups], Trainer]
-
-
 def verify_command(config: CommandConfig, worker: Worker, own: OwnParts | None = None) -> int:
     """Runs `parallel3d verify` on every rank. Returns the exit code. The call is collective.
 
@@ -187,8 +193,9 @@ def compared(
     make, source = maker_of_trainers(config, own, groups.device)
     train = with_length(config.train, source, config.model.seq_length)
     config = with_style(dataclasses.replace(config, train=train))
-    device, layout = groups.device, groups.layout
+    layout = groups.layout
     failure: str | None = None
+    found, likely = list[Finding](), list[str]()
     everything: list[Comparison] = []
     if console:
         experts = ("ep",) if config.model.num_experts else ()
@@ -199,27 +206,42 @@ def compared(
             f"Verifying {config.model.name} under {layout_keys} against one process, "
             f"{steps} steps each"
         )
-    for variant in variants(config, steps):
+    compares = True
+    if isinstance(config.model, OwnModelConfig):
+        begin("calling the parts of the model")
+        if console:
+            found = findings_of_one_process(make, next(variants(config, steps)).config)
+        compares = not broadcast_number(any(each.stops for each in found), groups)
+    for variant in variants(config, steps) if compares else ():
         of = variant.config
         begin(f"verifying {of.precision.name} {of.optim.name}")
-        rows = list(compare(variant, groups, device, make))
+        rows = list(compare(variant, groups, make))
         failure = next((row.failure for row in rows if row.failure), None)
         everything += rows
         if console:
             console.print(table(rows, layout))
-        if broadcast_flag(failure is not None, groups, device):
+        if broadcast_number(failure is not None, groups):
+            step = broadcast_number(rows[-1].step if rows else 0, groups)
+            if isinstance(config.model, OwnModelConfig):
+                begin("looking for the cause")
+                likely = causes(make, of, groups, step)
             break
     groups.close()
     if not console:
         return 0
-    write_json(folder / "verify.json", report(layout, config.sp, everything, failure))
+    sentences = [each.sentence for each in found] + likely
+    write_json(folder / "verify.json", report(layout, config.sp, everything, failure, sentences))
     verdict = "[bold green]The layout does not change the model.[/]"
     if any(row.is_undecided for row in everything):
         verdict = f"[bold yellow]Undecided[/]: {failure}."
     elif failure:
         verdict = f"[bold red]The layout changes the model[/]: {failure}."
-    console.print(verdict, str(folder / "verify.json"), sep="\n", soft_wrap=True)
-    return 1 if failure else 0
+    elif any(each.fails for each in found):
+        verdict = "[bold red]The model is not the same in every layout[/]:"
+    lines = [f"{escape(each.sentence)}." for each in found]
+    lines += [f"[bold]Likely cause[/]: {escape(each)}." for each in likely]
+    console.print(verdict, *lines, str(folder / "verify.json"), sep="\n", soft_wrap=True)
+    return 1 if failure or any(each.fails for each in found) else 0
 
 
 def maker_of_trainers(
@@ -238,18 +260,31 @@ def maker_of_trainers(
         source = corpus.sources(model, config.data, config.seed).train
 
     def make(config: Config, groups: ProcessGroups) -> Trainer:
+        if isinstance(config.model, OwnModelConfig):  # what a model keeps is that of one trainer
+            instance = copy.copy(config.model.instance)
+            config = dataclasses.replace(
+                config, model=dataclasses.replace(config.model, instance=instance)
+            )
         optimizer = own.optimizer if config.optim.name == OWN else None
         return Trainer(config, groups, device, corpus, given, optimizer=optimizer)
 
     return make, source
 
 
-def broadcast_flag(flag: bool, groups: ProcessGroups, device: torch.device) -> bool:
-    """Returns rank 0's flag on every rank."""
-    return bool(collectives.broadcast(torch.tensor(int(flag), device=device), 0, groups.world))
+def broadcast_number(number: int, groups: ProcessGroups) -> int:
+    """Returns rank 0's number on every rank."""
+    there = torch.tensor(int(number), device=groups.device)
+    return int(collectives.broadcast(there, 0, groups.world))
 
 
-def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None) -> dict:
+def report(
+    layout: Layout,
+    sp: bool,
+    rows: list[Comparison],
+    failure: str | None,
+    sentences: Sequence[str] = (),
+) -> dict:
+    """Returns the content of `verify.json`; `sentences` are about a user's own model."""
     steps = []
     for row in rows:
         step = row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
@@ -266,7 +301,9 @@ def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None
         steps.append(step)
     dims = ("tp", "pp", "dp", "cp", *(("ep",) if layout.ep else ()))
     keys = {name: layout.size(name) for name in dims} | {"sp": sp}
-    return {"layout": keys, "exact": failure is None, "failure": failure, "steps": steps}
+    about = {"own_model": list(sentences)} if sentences else {}
+    found = {"layout": keys, "exact": failure is None, "failure": failure}
+    return found | about | {"steps": steps}
 
 
 def variants(config: Config, steps: int) -> Iterator[Variant]:
@@ -302,7 +339,6 @@ def variants(config: Config, steps: int) -> Iterator[Variant]:
 def compare(
     variant: Variant,
     groups: ProcessGroups,
-    device: torch.device,
     make: MakeTrainer,
 ) -> Iterator[Comparison]:
     """Trains under the layout and, on rank 0, in a single process, until the first failure.
@@ -348,7 +384,7 @@ def compare(
                 row = Comparison(*name, step, result, expected, worst, failure)
                 is_undecided = undecided is not None
                 yield row._replace(flips=found_flips, replays=replays, is_undecided=is_undecided)
-        if broadcast_flag(differs, groups, device):
+        if broadcast_number(differs, groups):
             return
 
 

@@ -43,6 +43,7 @@ class Dropout(nn.Module):
     def __init__(self, seed: int, site: str, p: float, first_head: int = 0, part: int = 0) -> None:
         super().__init__()
         self.p = p
+        self.named = site
         self.first_head = first_head
         self.part = part
         # The key is a tensor, because `torch.compile` would make a number a constant of the code,

@@ -200,6 +200,21 @@ def parts_of(layers: Sequence[int] | range, first: bool, last: bool) -> list[str
     return [*[EMBEDDING] * first, *(f"layers.{number}" for number in layers), *[HEAD] * last]
 
 
+def check_dropouts(module: nn.Module, part: str, model: Model) -> None:
+    """Raises UserError if two dropouts of a part have one name."""
+    seen: set[str] = set()
+    for dropout in module.modules():
+        if not isinstance(dropout, Dropout):
+            continue
+        name = dropout.named.removeprefix(f"{part}.")
+        if name in seen:
+            raise UserError(
+                f"{part} of {name_of(model)} has two dropouts named {name}, which would drop the "
+                "same elements; give each parallel.dropout(name, p) of a part a name of its own"
+            )
+        seen.add(name)
+
+
 def survey_of_model(model: Model, dtype: torch.dtype = torch.float32) -> ModelSurvey:
     """Builds every part of a model once without memory, and returns what they hold.
 
@@ -213,6 +228,7 @@ def survey_of_model(model: Model, dtype: torch.dtype = torch.float32) -> ModelSu
         module = built(model, part, Parallel(SINGLE, False, 0, part), dtype, "meta")
         kept.append(module)
         held[part] = declared_by(module, part)
+        check_dropouts(module, part, model)
         for name, parameter in module.named_parameters():
             place = f"{part}.{name}"
             other = owners.setdefault(parameter, place)

@@ -118,7 +118,7 @@ class OwnStage(StageModule):
             self.train(trains)
         if self.embedding is not None:
             self.gathers.wait_for(EMBEDDING)
-            x = self._part(EMBEDDING, self.embedding, inputs, x=None)
+            x = self.run_part(EMBEDDING, self.embedding, inputs, x=None)
         for place, (number, block) in enumerate(self.layers.items()):
             part = f"layers.{number}"
             self.gathers.wait_for(part)
@@ -131,13 +131,13 @@ class OwnStage(StageModule):
                 else nullcontext(),
             ):
                 if place < self.recomputed and not frozen:
-                    x = recomputed(lambda x, b=block, p=part: self._part(p, b, inputs, x=x), x)
+                    x = recomputed(lambda x, b=block, p=part: self.run_part(p, b, inputs, x=x), x)
                 else:
-                    x = self._part(part, block, inputs, x=x)
+                    x = self.run_part(part, block, inputs, x=x)
         if self.head is None:
             return x
         self.gathers.wait_for(HEAD)
-        outputs = self._part(HEAD, self.head, inputs, x=x)
+        outputs = self.run_part(HEAD, self.head, inputs, x=x)
         with self._named("loss"):
             return self.sums.add(self.model.loss(outputs, inputs))
 
@@ -145,12 +145,12 @@ class OwnStage(StageModule):
         """Returns and clears what the losses have counted since the last call."""
         return self.sums.take()
 
-    def _part(self, part: str, module: nn.Module, inputs: LayerInputs, *, x: Any) -> Any:
+    def run_part(self, part: str, module: nn.Module, inputs: LayerInputs, *, x: Any) -> Any:
         """Runs a part. Raises UserError if it changes its input, or a buffer, in place."""
         given = [*_tensors(x), *inputs.batch.values()]
         before = [tensor._version for tensor in given]
         buffers = [(name, b, b._version) for name, b in module.named_buffers()]
-        with self._named(part):
+        with self._named(part, x):
             out = module(inputs) if part == EMBEDDING else module(x, inputs)
         if [tensor._version for tensor in given] != before:
             raise UserError(
@@ -171,14 +171,16 @@ class OwnStage(StageModule):
         return out
 
     @contextmanager
-    def _named(self, part: str) -> Iterator[None]:
-        """Adds the name of a part to an error of the user's own code."""
+    def _named(self, part: str, x: Any = None) -> Iterator[None]:
+        """Adds the name of a part, and the shape of its input, to an error of the user's code."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:
-            error.add_note(f"The error was raised in {part} of {name_of(self.model)}.")
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(x))
+            given = f", which was given x of shape {shapes}" if shapes else ""
+            error.add_note(f"The error was raised in {part} of {name_of(self.model)}{given}.")
             raise
 
 

@@ -26,7 +26,7 @@ def failures_of_verify(case: Case) -> list[str | None]:
         return Trainer(config, groups, device, train_source=source)
 
     device = groups.device
-    compared = verify.compare(verify.Variant(config, verify.EXACT), groups, device, make)
+    compared = verify.compare(verify.Variant(config, verify.EXACT), groups, make)
     found = [row.failure for row in compared]
     groups.close()
     return found

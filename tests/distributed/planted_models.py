@@ -1,0 +1,324 @@
+"""Small models of a user's own, each with one classic mistake, and one without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import parallel3d as p3d
+
+WIDTH = 16  # of the split features
+
+
+class Samples:
+    """Regression on random vectors; `masked`: some of a sample's targets do not count."""
+
+    windows = 64
+
+    def __init__(self, masked: bool = False) -> None:
+        self.masked = masked
+
+    def sample(self, i: int) -> dict[str, Any]:
+        random = np.random.default_rng(i)
+        x = random.normal(size=(3, 4))
+        counts = np.arange(3) <= (i % 3 if self.masked else 3)
+        return {"x": x, "y": x.sum(-1), "counts": counts}
+
+
+class Embedding(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, hidden)
+
+    def forward(self, inputs: p3d.Inputs) -> Tensor:
+        return self.project(inputs.batch["x"])
+
+
+class Block(nn.Module):
+    """A norm, and an MLP whose features are split; in between a layer of each head's own."""
+
+    def __init__(self, hidden: int, parallel: p3d.Parallel, sums: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = p3d.ColumnParallelLinear(hidden, WIDTH, parallel.tp)
+        self.of_heads = nn.Linear(4, 4)
+        if sums:
+            p3d.sum_gradients_over(self.of_heads, parallel.tp)
+        self.down = p3d.RowParallelLinear(WIDTH, hidden, parallel.tp)
+        self.tp = parallel.tp.index
+
+    def split(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        return torch.tanh(self.of_heads(y.unflatten(-1, (-1, 4)))).flatten(-2)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Any:
+        return x + self.down(self.split(x))
+
+
+class Head(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(hidden, 1)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return self.out(x).squeeze(-1)
+
+
+@dataclass
+class Sound(p3d.Model):
+    """The model without a mistake."""
+
+    hidden: int = 8
+    num_layers: int = 2
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return Embedding(self.hidden)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(self.hidden, parallel)
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return Head(self.hidden)
+
+    def errors(self, outputs: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return (outputs - inputs.batch["y"]).square() * inputs.batch["counts"]
+
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        errors = self.errors(outputs, inputs)
+        return p3d.Loss(errors.sum(), inputs.batch["counts"].sum())
+
+
+# Gradients
+
+
+class MissingSum(Sound):
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(self.hidden, parallel, sums=False)
+
+
+class SummedTwice(Sound):
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        made = Block(self.hidden, parallel)
+        p3d.sum_gradients_over(made.norm, parallel.tp)  # every rank has its whole gradient
+        return made
+
+
+# Random numbers
+
+
+class ProcessDropout(Sound):
+    class Dropping(Block):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return self.drop(super().forward(x, inputs))
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Dropping(self.hidden, parallel)
+
+
+class FunctionalDropout(Sound):
+    class Dropping(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return functional.dropout(super().forward(x, inputs), 0.5, self.training)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Dropping(self.hidden, parallel) if number else Block(self.hidden, parallel)
+
+
+class DropoutByRank(Sound):
+    class Dropping(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            keeps = torch.rand(x.shape[-1], generator=generator) < 0.5
+            return super().forward(x, inputs) * keeps
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Dropping(self.hidden, parallel) if number else Block(self.hidden, parallel)
+
+
+class InitialValuesByRank(Sound):
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        made = Head(self.hidden)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        with torch.no_grad():
+            made.out.weight.copy_(torch.randn(made.out.weight.shape, generator=generator))
+        return made
+
+
+# Statistics, and what the loss returns
+
+
+class BatchStatistic(Sound):
+    class Normed(Block):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.batch = nn.BatchNorm1d(3, track_running_stats=False)
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return self.batch(super().forward(x, inputs))
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Normed(self.hidden, parallel) if number else Block(self.hidden, parallel)
+
+
+class MovingBuffer(Sound):
+    class Normed(Block):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.batch = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return self.batch(super().forward(x, inputs))
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Normed(self.hidden, parallel) if number else Block(self.hidden, parallel)
+
+
+class MeanOverMicroBatch(Sound):
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        counts = inputs.batch["counts"].sum()
+        return p3d.Loss(self.errors(outputs, inputs).sum() / counts, counts)
+
+
+class MeanOfOne(Sound):
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        return p3d.Loss(self.errors(outputs, inputs).sum() / inputs.batch["counts"].sum(), 1)
+
+
+class LossOverRanks(Sound):
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        self.ranks = parallel.tp.size
+        return super().head(parallel)
+
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        loss = super().loss(outputs, inputs)
+        return p3d.Loss(loss.sum * self.ranks, loss.count)
+
+
+class CountOverRanks(LossOverRanks):
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        loss = Sound.loss(self, outputs, inputs)
+        return p3d.Loss(loss.sum, loss.count / self.ranks)
+
+
+# Modules
+
+
+class UnusedOnARank(Sound):
+    class Unused(Block):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.extra = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            x = super().forward(x, inputs)
+            return x + self.extra(x) if dist.get_rank() % 2 == 0 else x
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Unused(self.hidden, parallel)
+
+
+class NormOfSplitFeatures(Sound):
+    class Normed(Block):
+        def split(self, x: Tensor) -> Tensor:
+            y = super().split(x)
+            return functional.layer_norm(y, y.shape[-1:])
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Normed(self.hidden, parallel)
+
+
+class SharedWeight(Sound):
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        made = Head(self.hidden)
+        made.table = self.table = getattr(self, "table", nn.Linear(2, 2))
+        return made
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        made = Embedding(self.hidden)
+        made.table = self.table = nn.Linear(2, 2)
+        return made
+
+
+class Closure(Sound):
+    class Calling(Block):
+        other: list[nn.Module]  # a list hides the module from PyTorch
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return super().forward(self.other[0](x, inputs), inputs)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        if not number:
+            self.first = Block(self.hidden, parallel)
+            return self.first
+        made = self.Calling(self.hidden, parallel)
+        made.other = [self.first]
+        return made
+
+
+class InPlace(Sound):
+    class Adding(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return x.add_(self.down(self.split(x)))
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Adding(self.hidden, parallel) if number else Block(self.hidden, parallel)
+
+
+class InPlaceOfSamples(Sound):
+    class Scaling(Embedding):
+        def forward(self, inputs: p3d.Inputs) -> Tensor:
+            return self.project(inputs.batch["x"].mul_(2.0))
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Scaling(self.hidden)
+
+
+class WrongShape(Sound):
+    class Narrow(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return super().forward(x, inputs)[..., :5]
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(self.hidden, parallel) if number else self.Narrow(self.hidden, parallel)
+
+
+class LostSamples(Sound):
+    class Mean(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return super().forward(x, inputs).mean(0, keepdim=True)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(self.hidden, parallel) if number else self.Mean(self.hidden, parallel)
+
+
+class NoTensor(Sound):
+    class Dictionary(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Any:
+            return {"x": super().forward(x, inputs)}
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(self.hidden, parallel) if number else self.Dictionary(self.hidden, parallel)
+
+
+class NamesTwice(Sound):
+    class Dropping(Block):
+        def __init__(self, hidden: int, parallel: p3d.Parallel) -> None:
+            super().__init__(hidden, parallel)
+            self.first, self.second = parallel.dropout("mlp", 0.1), parallel.dropout("mlp", 0.2)
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            x = self.first(x, inputs)
+            return self.second(super().forward(x, inputs), inputs)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Dropping(self.hidden, parallel)

@@ -1,0 +1,119 @@
+"""Tests that mistakes in a user's own model are refused, or named by `verify` with their cause."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.blueprint.layout import Layout
+from parallel3d.commands.verify import compared
+from parallel3d.config.fields import with_values
+from parallel3d.errors import UserError
+from parallel3d.loop.own_parts import OwnParts
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.own_model import own_config
+from parallel3d.run_config import Config, check_config
+from tests.distributed import planted_models as planted
+from tests.distributed.harness import plain_groups
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.nightly
+
+TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
+KEYS = {"precision.name": "fp64", "micro_batch_size": 2, "global_batch_size": 8, "device": "cpu"}
+
+
+def verified(name: str, sizes: dict[str, Any], masked: bool) -> tuple[int, str]:
+    """Returns the exit code of `verify` on this rank, and what it has said or why it refused."""
+    try:
+        model = own_config(ModelConfig(), getattr(planted, name)())
+        config = with_values(Config(model=model), KEYS | {"data.name": "own", **sizes})
+        config = check_config(config, own_samples=True)
+    except UserError as error:
+        return 2, str(error)
+    groups = plain_groups(Layout(**sizes))
+    own = OwnParts(train=planted.Samples(masked))
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        code = compared(config, groups, 2, Path(folder), lambda _: None, own)
+        if groups.rank:
+            return code, ""
+        found: dict[str, Any] = json.loads(Path(folder, "verify.json").read_text())
+    return code, "; ".join([found["failure"] or "", *found.get("own_model", ())])
+
+
+CASES = [
+    ("Sound", TP | DP, True, 0, "^$"),
+    (
+        "MissingSum",
+        TP,
+        False,
+        1,
+        r"sum of the parts .* p3d\.sum_gradients_over\(layers\.0\.of_heads",
+    ),
+    ("SummedTwice", TP, False, 1, r"layers\.0\.norm\.weight.* 2 times .* Leave out"),
+    ("ProcessDropout", DP, False, 1, r"layers\.0\.drop draws from .* use parallel\.dropout"),
+    (
+        "FunctionalDropout",
+        DP,
+        False,
+        1,
+        r"layers\.1 returns other values when .* parallel\.dropout",
+    ),
+    ("DropoutByRank", TP, False, 1, r"output of layers\.1 .* rank 1 \(.*tp 1\).*generator of its"),
+    ("DropoutByRank", DP, False, 1, r"output of layers\.1 .* rank 1 \(.*dp 1.*generator of its"),
+    ("InitialValuesByRank", DP, False, 1, r"initial values of head\.out\.weight on rank 1 "),
+    ("BatchStatistic", DP, False, 1, r"layers\.1 .*as layers\.1\.batch does.*statistic over the"),
+    ("MovingBuffer", DP, False, 1, r"layers\.1 .*changes its buffer batch\.num"),
+    ("MeanOverMicroBatch", DP, False, 1, r"averages over a micro-batch.*their number"),
+    ("MeanOfOne", DP, True, 1, r"averages over a micro-batch.*micro_batch_size"),
+    ("LossOverRanks", TP, False, 1, r"loss of a micro-batch is the first to differ"),
+    ("CountOverRanks", TP, False, 1, r"all gradients are 2 times .* the loss or its count"),
+    ("UnusedOnARank", TP, False, 1, r"only some ranks call.*no gradient reaches layers\.0\.extra"),
+    ("UnusedOnARank", DP, False, 1, r"output of layers\.0 .*rank 1 .*only some ranks call"),
+    ("NormOfSplitFeatures", TP, False, 1, r"layers\.0 .*ranks of tp agree.*a norm"),
+    (
+        "SharedWeight",
+        PP,
+        False,
+        2,
+        r"head\.table\.weight is the same parameter as embedding\.table",
+    ),
+    (
+        "Closure",
+        PP,
+        False,
+        1,
+        r"layers\.1 computes with layers\.0\.norm\.weight.*module of its own",
+    ),
+    ("InPlace", PP, False, 1, r"layers\.1 .*changes its input in place"),
+    ("InPlaceOfSamples", DP, False, 1, r"embedding .*changes its input in place"),
+    ("WrongShape", PP, False, 1, r"layers\.1.*\(2, 3, 5\)"),
+    ("LostSamples", DP, False, 1, r"layers\.0 .*no dimension of samples"),
+    ("NoTensor", DP, False, 1, r"layers\.0 of NoTensor must return a tensor .* not dict"),
+    ("NamesTwice", DP, False, 2, r"two dropouts named mlp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "masked", "code", "said"),
+    CASES,
+    ids=[f"{name}-{'-'.join(sizes)}" for name, sizes, *_ in CASES],
+)
+def test_a_mistake_in_a_users_own_model_is_named_with_its_cause(
+    pool: Pool, name: str, sizes: dict[str, Any], masked: bool, code: int, said: str
+) -> None:
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    found = pool.run(ranks, verified, name, sizes, masked)
+    first_code, sentence = found[0]
+    assert first_code == code, sentence
+    assert re.search(said, sentence, re.DOTALL), sentence
+    assert "\n" not in sentence
