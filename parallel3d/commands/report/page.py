@@ -27,10 +27,11 @@ from parallel3d.checkpoint.runs import find_run
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.fields import show
 from parallel3d.html import bar_key, colour, html_table, section, stacked_bar, whole_page
-from parallel3d.metrics.jsonl import COUNTS, rows_of, value
+from parallel3d.metrics.jsonl import COUNTS, EVAL_TERMS, TERMS, rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
 from parallel3d.metrics.screen import NAMES_OF_PARTS
 from parallel3d.metrics.starts import PARTS, STARTS, Goodput, goodput, seconds_of, starts_of
+from parallel3d.metrics.units import NATS, units_of
 from parallel3d.run.directory import (
     NO_CONFIG,
     PLACEMENT_FILE,
@@ -53,8 +54,8 @@ MOST_SETS = 3  # maximum number of validation sets in the first table
 MOST_RANKS, MOST_PLACES = 16, 64
 NOT_COMPARED = ("run", "runs_dir")
 CHARTS = {
-    "train/loss": ("Training loss", "nats per token"),
-    "eval/loss": ("Held-out loss", "nats per token"),
+    "train/loss": ("Training loss", NATS),
+    "eval/loss": ("Held-out loss", NATS),
     "train/grad_norm": ("Gradient norm", "before clipping"),
     "train/lr": ("Learning rate", ""),
     "speed/tokens_per_s": ("Speed", "tokens a second"),
@@ -154,6 +155,8 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
                 found = [(key, v) for key, v in figures_of(line).items() if _is_held_out(key)]
             else:
                 found = [(curve, value(line, key)) for key, curve in STEP_FIGURES.items()]
+                if TERMS in line:
+                    found += [each for each in figures_of(line).items() if _is_term(each[0])]
                 if "experts" in line:
                     found.append((LOAD, max(line["experts"]["load"].values())))
             for curve, figure in found:
@@ -191,7 +194,12 @@ def _counts(line: Mapping[str, Any]) -> dict[str, list[int]]:
 
 def _is_held_out(figure: str) -> bool:
     is_of_set = figure.startswith("valid/") and figure.endswith("/loss")
-    return figure.startswith("eval/loss") or is_of_set
+    return figure.startswith("eval/loss") or is_of_set or _is_term(figure)
+
+
+def _is_term(figure: str) -> bool:
+    """Returns whether a figure is the mean of a named term of a user's own loss."""
+    return figure.startswith((f"{TERMS}/", f"{EVAL_TERMS}/"))
 
 
 def _starts(path: Path, losses: Sequence[Point]) -> list[dict[str, Any]]:
@@ -286,7 +294,9 @@ def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     order = [*list(CHARTS)[:1], *held_out, *list(CHARTS)[2:]]
     charts = []
     for name in order:
-        heading, unit = CHARTS.get(name, (_of_set(name), "nats per token"))
+        heading, unit = CHARTS.get(name, (_of_set(name), "" if _is_term(name) else NATS))
+        if unit == NATS:
+            unit = " or ".join(dict.fromkeys(_loss_unit(run) for run in runs))
         curves = [thinned(run.curves[name]) if name in run.curves else None for run in runs]
         if any(curves):
             is_loss = name.startswith(LOGARITHMIC)
@@ -308,8 +318,18 @@ def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
+def _loss_unit(run: RunRecord) -> str:
+    return units_of(run.configs[-1].model).loss if run.configs else NATS
+
+
 def _of_set(figure: str) -> str:
-    """Returns the heading of the chart for a held-out set, from the curve's name in loggers."""
+    """Returns the heading of the chart for a held-out set, from the curve's name in loggers.
+
+    It may also be the name of a term.
+    """
+    if _is_term(figure):
+        key, _, term = figure.partition("/")
+        return f"{'Held-out term' if key == EVAL_TERMS else 'Term'} {term}"
     if figure.startswith("valid/"):
         return f"Validation loss of {figure.removeprefix('valid/').removesuffix('/loss')}"
     return f"Held-out loss of {figure.removeprefix('eval/loss of ')}"
