@@ -258,3 +258,20 @@ def test_the_page_of_a_run_without_starts_and_of_one_without_a_line(runs: Path) 
     (runs / "resumed" / "placement.json").write_text("{torn")
     empty = read_run(runs, "resumed")
     assert empty.last == (0, 0) and empty.ranks == []
+
+
+def test_terms_of_an_own_loss_are_curves(shell: Shell) -> None:
+    config = Config(runs_dir=str(shell.cwd / "runs"), run="own", train=TrainConfig(steps=2))
+    config.model = ModelConfig(name="gpt_tiny")
+    _, folder = make_run_directory(config)
+    recorder = begin(config, folder, 1)
+    for step in (1, 2):
+        recorder.step(step, 1.0, 1.0, 1e-3, 10, 0.1, terms={"aux": step / 2})
+    recorder.evaluation(2, 1.0, {}, {}, {"accuracy": 0.25})
+    recorder.finish()
+    found = read_run(shell.cwd / "runs", "own")
+    assert [point.value for point in found.curves["terms/aux"]] == [0.5, 1.0]
+    assert [point.value for point in found.curves["eval_terms/accuracy"]] == [0.25]
+    page = page_of([found], MARK)
+    assert '"name":"Term aux","unit":""' in page
+    assert '"name":"Held-out term accuracy","unit":""' in page
