@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import length_words
 from parallel3d.metrics.units import units_of
-from parallel3d.models.flops import flops_per_token
+from parallel3d.models.architecture import architecture_of
 from parallel3d.run.directory import config_files
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult
@@ -97,18 +98,20 @@ def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
         local_ranks=worker.local_world_size,
         override_tflops=config.launch.peak_tflops,
     )
+    shares = trained_shares(config.model, config.optim)
+    example = partial(trainer.train_batches.micro_batch, trainer.consumed_samples, 0)
+    flops, formula = architecture_of(config.model).flops_per_token(config.model, shares, example)
     return Recorder(
         config,
         worker.run_dir,
-        flops_per_token(
-            config.model, config.model.seq_length, trained_shares(config.model, config.optim)
-        ),
+        flops,
         peak,
         first_step=trainer.steps_done + 1,
         length=trainer.length,
         changed=changed,
         config_file=config_files(worker.run_dir)[-1].name,
         begun=process_begun(),
+        flops_formula=formula,
     )
 
 

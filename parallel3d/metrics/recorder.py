@@ -97,6 +97,7 @@ class Recorder:
     Attributes:
         run_dir: the run's folder, which must exist.
         flops_per_token: FLOPs of the model per trained token.
+        flops_formula: the formula that gives them.
         peak: peak FLOP/s of one device (`peak.device_peak_flops`).
         first_step: first step of this start; the lines of earlier steps in metrics.jsonl stay and
             count in the summary.
@@ -117,6 +118,7 @@ class Recorder:
     config_file: str | None = None
     begun: float | None = None
     clock: Callable[[], float] = time.time
+    flops_formula: str = FLOPS_FORMULA
     console: Console = field(default_factory=screen.make_console)
     _resources: ExitStack = field(default_factory=ExitStack)
     _loggers: list[TensorBoardLogger | WandbLogger] = field(default_factory=list)
@@ -455,7 +457,8 @@ class Recorder:
                 "value": None if rates["mean"] is None else self._mfu(rates["mean"]),
                 "formula": MFU_FORMULA,
                 "flops_per_token": self.flops_per_token,
-                "flops_per_token_formula": FLOPS_FORMULA + LESS_FROZEN * bool(config.optim.freeze),
+                "flops_per_token_formula": self.flops_formula
+                + LESS_FROZEN * bool(config.optim.freeze),
                 "peak_flops_per_device": self.peak.flops,
                 "peak_source": self.peak.source,
                 "world_size": config.world_size,

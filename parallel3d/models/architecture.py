@@ -21,6 +21,7 @@ from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data_parallel.interface import ShardedLayer
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.experts.balance import BalanceOfRun
+from parallel3d.models.flops import TrainedShares
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.own_loss import LossSums
 from parallel3d.parameters.initializer import Initializer
@@ -147,6 +148,15 @@ class Architecture(Protocol, Generic[S]):
 
     def split(self, blueprint: Blueprint, cp: Group) -> SequenceSplit | None:
         """Returns which part of a sample this rank reads; None: all of it, without windows."""
+        ...
+
+    def flops_per_token(
+        self, model: ModelConfig, shares: TrainedShares, example: Callable[[], tuple[Any, ...]]
+    ) -> tuple[float, str]:
+        """Returns the model FLOPs of training on one token, and the formula that gives them.
+
+        `shares`: which shares of the model are trained; `example`: as for `messages`.
+        """
         ...
 
     def measures(self, model: ModelConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.exchange import all_gather_json, dtype_of
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data_parallel.build import ShardedLayer
 from parallel3d.data_parallel.pending_gathers import PendingGathers
@@ -23,6 +25,7 @@ from parallel3d.errors import UserError
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.architecture import StageModule
 from parallel3d.models.checkpointing import recomputed
+from parallel3d.models.flops import TrainedShares
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.own_loss import LossSums, SumsOfLosses
@@ -44,6 +47,8 @@ from parallel3d.pipeline.executor import PipelineStage
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import StageOutputs
 from parallel3d.tensor_parallel.layers import ShardedModule
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
@@ -308,6 +313,18 @@ class OwnArchitecture:
     def split(self, blueprint: Blueprint, cp: Group) -> SequenceSplit | None:
         return None
 
+    def flops_per_token(
+        self, model: ModelConfig, shares: TrainedShares, example: Callable[[], tuple[Any, ...]]
+    ) -> tuple[float, str]:
+        (inputs,) = example()
+        of_batch, formula = forward_flops(model_of(model), inputs), COUNTED
+        forward = 2.0 * parameter_count(model)
+        if of_batch is None:
+            formula = BY_PARAMETERS
+        else:
+            forward = of_batch / (len(inputs.samples) * model.seq_length)
+        return forward * (1 + shares.backward + shares.weights), formula
+
     def measures(self, model: ModelConfig) -> bool:
         return False
 
@@ -336,6 +353,33 @@ def _counted_uses(stage: nn.Module) -> Iterator[None]:
         for state in map(state_of, module.parameters(recurse=False)):
             if state.spec is not None:
                 state.spec = replace(state.spec, uses=max(1, uses))
+
+
+COUNTED = "3 × the forward's products, as PyTorch's FlopCounterMode counts them"
+BY_PARAMETERS = "6 × parameters, as the model does not run on the meta device"
+
+
+def forward_flops(model: Model, inputs: LayerInputs) -> float | None:
+    """Counts the FLOPs of a forward of the whole model, which runs on the meta device.
+
+    It returns None for a model that needs values, such as one whose shapes depend on them.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # imports a second's worth of modules
+
+    batch = {name: tensor.to("meta") for name, tensor in inputs.batch.items()}
+    wide = {n: t.float() if t.is_floating_point() else t for n, t in batch.items()}
+    inputs = replace(inputs, batch=wide, samples=None)
+    x: Any = None
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            for part in parts_of(range(model.num_layers), True, True):
+                alone = Parallel(SINGLE, False, 0, part)
+                module = built(model, part, alone, torch.float32, "meta").eval()
+                x = module(inputs) if part == EMBEDDING else module(x, inputs)
+    except (NotImplementedError, RuntimeError) as error:
+        log.info("FLOPs are not counted, because the model needs values: %s", error)
+        return None
+    return float(counter.get_total_flops())
 
 
 def model_of(config: ModelConfig) -> Model:

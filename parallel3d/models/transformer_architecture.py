@@ -19,6 +19,7 @@ from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.architecture import Architecture
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.flops import FLOPS_FORMULA, TrainedShares, flops_per_token
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.rotary import rope_switch
@@ -112,6 +113,11 @@ class TransformerArchitecture(Architecture[Stage]):
         if cp.size == 1 and blueprint.model.sliding_window is None:
             return None
         return SequenceSplit.of_run(blueprint, cp.index)
+
+    def flops_per_token(
+        self, model: ModelConfig, shares: TrainedShares, example: Callable[[], tuple[Any, ...]]
+    ) -> tuple[float, str]:
+        return flops_per_token(model, model.seq_length, shares), FLOPS_FORMULA
 
     def measures(self, model: ModelConfig) -> bool:
         return any(rope_switch(model, rope) for rope in model.ropes)
