@@ -224,7 +224,7 @@ def layer_training(model: ModelConfig, optim: OptimConfig) -> list[LayerTraining
         every[layer] += held.numel
         trained[layer] += held.numel * (held.name not in frozen)
     return [
-        LayerTraining(layer >= first, trained[layer] / every[layer])
+        LayerTraining(layer >= first, trained[layer] / max(1, every[layer]))
         for layer in range(model.num_layers)
     ]
 

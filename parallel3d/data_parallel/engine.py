@@ -234,8 +234,8 @@ class BucketedDataParallel:
         ]
         trained = [[name for name in chunk if name in self.trained] for chunk in chunks]
         self._fill_buckets(trained, values)
-        first = next(iter(self.parameters.values()))
-        self.step_timer = groups_of(spec_of(first)).data.timer or StepTimer()
+        timers = (groups_of(spec_of(p)).data.timer for p in self.parameters.values())
+        self.step_timer = next(timers, None) or StepTimer()  # blocks may have no parameters
         for number, parameter in enumerate(self.trained.values()):
             self._register_hooks(number, parameter)
 

@@ -175,6 +175,8 @@ def declared_by(module: nn.Module, part: str) -> Held:
                 tensors = _of_split_layer(owner, key, path)
             else:
                 tensors = (_whole(name, owner, key, parameter),)
+            if part in (EMBEDDING, HEAD):  # Muon is for the matrices of the layers
+                tensors = tuple(tensor._replace(muon=False) for tensor in tensors)
             if state_of(parameter).is_partial:
                 tensors = tuple(tensor._replace(of_heads=True) for tensor in tensors)
             found[parameter] = tensors
@@ -303,7 +305,8 @@ def take_parameters(module: nn.Module, part: str, tp: Group, values: OwnValues) 
     """
     held = {name: _named(part, tensors) for name, tensors in declared_by(module, part).items()}
     specs: dict[nn.Parameter, ParameterSpec] = {}
-    for name, parameter in module.named_parameters():
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for parameter, name in names.items():
         spec = ParameterSpec.of(held[name], tp.size, tp.index)
         if tuple(parameter.shape) != spec.shape:
             raise UserError(
@@ -316,9 +319,7 @@ def take_parameters(module: nn.Module, part: str, tp: Group, values: OwnValues) 
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, owner in module.named_modules():
         if isinstance(owner, ShardedModule):
-            owner.held = {
-                key: _named(part, _of_split_layer(owner, key, path)) for key in owner.held
-            }
+            owner.held = {key: held[names[owner.get_parameter(key)]] for key in owner.held}
             owner.name = f"{part}.{path}" if path else part
         if isinstance(owner, ColumnParallelLinear):
             owner.sums_shared = False  # the trainer sums the gradients of all such parameters

@@ -109,7 +109,9 @@ def gather_parameters(
     parameters = list(parameters)
     full: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
-    for _, spec, values in _gather(owned_shards(parameters, groups), parameters[0].device, groups):
+    # A stage of blocks without parameters has none to ask.
+    device = parameters[0].device if parameters else groups.device
+    for _, spec, values in _gather(owned_shards(parameters, groups), device, groups):
         if spec.name not in full:
             full[spec.name] = torch.empty(spec.full_shape, dtype=values.dtype)
             covered[spec.name] = torch.zeros(spec.full_shape, dtype=torch.int8)
