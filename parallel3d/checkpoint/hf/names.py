@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
 from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
 from parallel3d.errors import UserError
-from parallel3d.models.declared import ATTENTION, DENSE, LayerKind, full_shapes_of, full_tensors
+from parallel3d.models.declared import (
+    ATTENTION,
+    DENSE,
+    LayerKind,
+    full_shapes_of,
+    full_tensors,
+    layer,
+)
 from parallel3d.models.keys import ModelConfig
 
 HEAD, OWN_HEAD = "lm_head.weight", "head.weight"
@@ -38,11 +46,6 @@ _OF_MLP: dict[str | None, dict[str, str]] = {
     }
 }
 _AFTER = {"model.norm": "final_norm"}
-_ORDER = (
-    *("input_norm", "attention.q", "attention.k", "attention.v", "attention.out"),
-    *("attention.q_norm", "attention.k_norm", "attention_output_norm", "mlp_norm"),
-    *("mlp.gate", "mlp.up", "mlp.down", "mlp_output_norm"),
-)
 _GPT2 = (
     {"transformer.wte": "embedding.word", "transformer.wpe": "embedding.position"},
     {
@@ -108,9 +111,9 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
         shape = shape[::-1] if transposed else shape
         pairs = None
         if FAMILIES[kind].pairs and in_layer:
-            _, layer, name = parts[0].split(".", 2)
+            _, number, name = parts[0].split(".", 2)
             if name.rpartition(".")[0] in TURNED:
-                size = model.attention_kind(int(layer)).head_size
+                size = model.attention_kind(int(number)).head_size
                 pairs = size, int(size * model.rotary_percent)
         tensors.append(HFTensor(theirs, parts, rows, shape, transposed, parts[0] in wide, pairs))
     if OWN_HEAD in shapes:
@@ -153,16 +156,28 @@ def is_of_text(key: str) -> bool:
     return key.startswith(TEXT_PREFIXES) or key in TEXT_HEADS
 
 
-def _modules(family: Family, of: LayerKind, experts: int) -> dict[str, str]:
-    """Maps transformers' modules of a kind of layer to ours, in our order."""
+def _modules(family: Family, model: ModelConfig, of: LayerKind) -> dict[str, str]:
+    """Maps transformers' modules of a kind of layer to ours, in the order of the layer.
+
+    Within a half of the layer, norms follow the matrices, as in transformers. Modules that the
+    model lacks come last.
+    """
     of_layer = _OF_MIXER.get(of.mixer, {}) | _OF_MLP.get(of.mlp, {})
     joined = {part for parts in family.joined.values() for part in parts.split()}
     apart = {theirs: ours for theirs, ours in of_layer.items() if ours not in joined}
     found = {**family.norms, **family.joined, **apart}
-    ordered = sorted(found.items(), key=lambda pair: _ORDER.index(pair[1].split()[0]))
+    held = [tensor for tensors in layer(model, of).values() for tensor in tensors]
+    halves = groupby(held, key=lambda tensor: tensor.name.split(".")[0])
+    in_order = [
+        tensor.name.rpartition(".")[0]
+        for _, half in halves
+        for tensor in sorted(half, key=lambda tensor: -len(tensor.dims))
+    ]
+    place = {ours: number for number, ours in reversed([*enumerate(in_order)])}
+    ordered = sorted(found.items(), key=lambda pair: place.get(pair[1].split()[0], len(held)))
     modules = {f"{LAYER}.{theirs}": ours for theirs, ours in ordered}
     if of.experts and family.experts is not None:
-        modules |= modules_of(family.experts, experts)
+        modules |= modules_of(family.experts, model.num_experts)
     return modules
 
 
@@ -177,19 +192,19 @@ def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...]
     for theirs, ours in before.items():
         yield from _tensors_of(theirs, [ours], False)
     in_layer: dict[LayerKind, dict[str, str]] = {}
-    for layer in range(model.num_layers):
-        of = LayerKind.of(model, layer)
+    for number in range(model.num_layers):
+        of = LayerKind.of(model, number)
         if of not in in_layer:
-            in_layer[of] = in_gpt2 or _modules(family, of, model.num_experts)
+            in_layer[of] = in_gpt2 or _modules(family, model, of)
         for theirs, ours in in_layer[of].items():
-            mine = [f"layers.{layer}.{part}" for part in ours.split()]
+            mine = [f"layers.{number}.{part}" for part in ours.split()]
             if ours != ROUTER:
-                yield from _tensors_of(theirs.format(layer), mine, True)
+                yield from _tensors_of(theirs.format(number), mine, True)
                 continue
             assert names is not None
-            yield f"{theirs.format(layer)}.weight", (f"{mine[0]}.weight",), True
+            yield f"{theirs.format(number)}.weight", (f"{mine[0]}.weight",), True
             if names.choice_bias is not None:
-                block = f"model.layers.{layer}.{names.block}"
+                block = f"model.layers.{number}.{names.block}"
                 yield f"{block}.{names.choice_bias}", (f"{mine[0]}.bias",), True
     for theirs, ours in after.items():
         yield from _tensors_of(theirs, [ours], False)
