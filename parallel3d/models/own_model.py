@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
@@ -160,6 +161,16 @@ def declared_by(module: nn.Module, part: str) -> Held:
             if parameter in found:
                 continue
             name = f"{path}.{key}" if path else key
+            if isinstance(parameter, UninitializedParameter):
+                raise UserError(
+                    f"{part}.{name} has no shape before the first forward; give the layer its "
+                    "sizes in place of nn.Lazy…"
+                )
+            if not parameter.requires_grad:
+                raise UserError(
+                    f"{part}.{name} does not require a gradient; keep it in a buffer if it is a "
+                    "constant, or freeze it with optim.freeze if it is not trained in this run"
+                )
             if not parameter.is_floating_point():
                 raise UserError(
                     f"{part}.{name} is a parameter of {parameter.dtype}, but must be of a "
@@ -316,7 +327,7 @@ def take_parameters(module: nn.Module, part: str, tp: Group, values: OwnValues) 
             )
         specs[parameter] = spec
         values.held[spec] = parameter.detach()
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made = {parameter: _without_values(parameter, values) for parameter in specs}
     for path, owner in module.named_modules():
         if isinstance(owner, ShardedModule):
             owner.held = {key: held[names[owner.get_parameter(key)]] for key in owner.held}
@@ -325,18 +336,26 @@ def take_parameters(module: nn.Module, part: str, tp: Group, values: OwnValues) 
             owner.sums_shared = False  # the trainer sums the gradients of all such parameters
         parameters, _ = tables_of(owner)
         for key, parameter in [*parameters.items()]:
-            if parameter is None:
-                continue
-            if parameter not in made:
-                state_of(parameter).unhook()
-                empty = torch.zeros((), dtype=values.dtype, device=values.device)
-                made[parameter] = nn.Parameter(
-                    empty.expand(parameter.shape), requires_grad=parameter.requires_grad
-                )
-                state_of(made[parameter]).spec = specs[parameter]
-            owner.register_parameter(key, made[parameter])
+            if parameter is not None:
+                setattr(owner, key, made[parameter])
         for key, buffer in owner.named_buffers(recurse=False):
             setattr(owner, key, _on_device(buffer, values))
+    for parameter, spec in specs.items():  # a split layer has set that of its parameters
+        state_of(made[parameter]).spec = spec
+
+
+def _without_values(parameter: nn.Parameter, values: OwnValues) -> nn.Parameter:
+    """Returns the parameter with one element of memory, on the device of the run.
+
+    It stays the same object if it can, because a module may hold it in a list of its own too.
+    """
+    state_of(parameter).unhook()
+    empty = torch.zeros((), dtype=values.dtype, device=values.device).expand(parameter.shape)
+    try:
+        parameter.data = empty
+    except RuntimeError:  # tensors of the device are of another kind than those of the CPU
+        return nn.Parameter(empty)
+    return parameter
 
 
 def _on_device(buffer: Tensor, values: OwnValues) -> Tensor:
