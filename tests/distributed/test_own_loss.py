@@ -170,8 +170,14 @@ def trained(
     """Trains on the ranks of a layout; runs on every rank."""
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     config = config_of(sizes, model, keys, micro)
+    own = torch.optim.NAdam if config.optim.name == "own" else None
     trainer = Trainer(
-        config, groups, torch.device("cpu"), train_source=Endless(), valid_source=Points(False)
+        config,
+        groups,
+        torch.device("cpu"),
+        train_source=Endless(),
+        valid_source=Points(False),
+        optimizer=own,
     )
     initial, steps = arrays(trainer.full_parameters()), []
     for step in range(STEPS):
@@ -293,6 +299,7 @@ SAME = {
     "adamw": {"optim.name": "adamw", "optim.weight_decay": 0.1, "optim.ema_decay": 0.5},
     "muon": {"optim.name": "muon", "optim.momentum": 0.9},
     "momentum": {"optim.momentum": 0.9, "optim.ema_decay": 0.75},
+    "own": {"optim.name": "own", "optim.weight_decay": 0.1},  # torch.optim.NAdam
 }
 
 
