@@ -35,7 +35,9 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import plain
+from parallel3d.models.declared import full_shapes_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import TARGET, OwnModelConfig, model_of_tree
 from parallel3d.run_config import Config
 
 if TYPE_CHECKING:
@@ -190,6 +192,8 @@ def model_of(manifest: Manifest, where: str) -> ModelConfig:
     model.
     """
     try:
+        if (own := model_of_tree(manifest.config["model"])) is not None:
+            return own
         model = ModelConfig(**manifest.config["model"])
         check_fields(dataclasses.replace(Config(), model=model))
         return model
@@ -219,6 +223,8 @@ def model_from(
     Raises:
         UserError: if a given key contradicts the source, or if seq_length exceeds `positions`.
     """
+    if isinstance(source, OwnModelConfig) or isinstance(wanted, OwnModelConfig):
+        return _own_model_from(source, wanted, is_given, where)
     filled = dataclasses.asdict(source) | source.in_effect
     learned = source.position_embedding == "learned"
     if not learned:  # RoPE has no table of positions
@@ -245,6 +251,41 @@ def model_from(
             f"{where}; the nearest is model.seq_length={positions}"
         )
     return model
+
+
+def _own_model_from(
+    source: ModelConfig, wanted: ModelConfig, is_given: Callable[[str], bool], where: str
+) -> ModelConfig:
+    """Does the work of `model_from` where the source or this run has a user's own model.
+
+    Given fields may differ, as `check_own_weights` compares the weights.
+    """
+    there = f"{TARGET}={source._target_}" if source._target_ else "the transformer of parallel3d"
+    if not isinstance(source, OwnModelConfig) or source._target_ != wanted._target_:
+        here = f"{TARGET}={wanted._target_} is" if wanted._target_ else "this start names"
+        raise UserError(f"{here} another model than that of {where}, which is {there}")
+    kept = {n: value for n, value in source.fields.items() if not is_given(f"model.{n}")}
+    return dataclasses.replace(wanted, fields=(wanted.fields or {}) | kept)
+
+
+def check_own_weights(config: Config) -> None:
+    """Raises UserError unless `init_from` has the weights of this run's model of the user's own."""
+    from parallel3d.checkpoint.storage import stored_shapes
+
+    if config.init_from is None or not isinstance(config.model, OwnModelConfig):
+        return
+    source = find_source(config.init_from, Path(config.runs_dir))
+    where = f"init_from={source.name}"
+    with damage_refused(where):
+        stored = stored_shapes(source.folder)
+    for name, here in full_shapes_of(config.model).items():
+        there = stored.get(f"{PARAMETER}/{name}")
+        if there is None or tuple(there) != tuple(here):
+            has = "no such parameter" if there is None else f"the shape {tuple(there)}"
+            raise UserError(
+                f"{where} has not the weights of {TARGET}={config.model._target_}: {name} has the "
+                f"shape {tuple(here)} here, and {has} there"
+            )
 
 
 def keeping_biases(

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import parallel3d
-from parallel3d.checkpoint.init_from import RATE, begun_from
+from parallel3d.checkpoint.init_from import RATE, begun_from, check_own_weights
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
 from parallel3d.cli.continued import GivenKeys, continued, given_by
@@ -309,6 +309,9 @@ def _run_job(
         given = given_by(typed, own, own_model_of(command.schema))
         config, lines = _with_earlier(command, config, given, place)
         config = completed(config, command.schema)
+        if command.name == TRAIN and not has_begun(Path(config.runs_dir, str(config.run))):
+            with _time_limit(config.launch.timeout_s, config.runs_dir):
+                check_own_weights(config)
         if command.own is None and command.alone is None:  # those that need one ask themselves
             check_own(config.optim, has_own=False)
         if command.alone is not None:

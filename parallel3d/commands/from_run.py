@@ -24,6 +24,7 @@ from parallel3d.config.values import in_other_precision
 from parallel3d.data.tokenizer import FOLDER, check_vocabulary, tokenizer_of
 from parallel3d.errors import UserError, closest, first_line, print_line
 from parallel3d.host.devices import check_numerics, choose_device
+from parallel3d.models.survey import refuse_own
 from parallel3d.resolve import blueprint_of
 from parallel3d.run.directory import NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
@@ -162,6 +163,7 @@ def of_run(
         UserError: if there is no such run, or if its model does not fit the other keys.
     """
     run = _config_there(app, config.runs_dir, config.run)
+    refuse_own(run.model, f"{app} run={config.run}")
     # The path is absolute, so that ranks with another working directory can open it.
     own = Path(config.runs_dir, str(config.run), FOLDER)
     tokenizer = tokenizer_of(run.data, own.parent)

@@ -90,6 +90,18 @@ def survey_of(model: ModelConfig) -> ModelSurvey | None:
     return model.survey
 
 
+def refuse_own(model: ModelConfig, command: str) -> None:
+    """Raises UserError if a model is the user's own, for a command that only has the transformer.
+
+    `command` begins the sentence, such as "generate".
+    """
+    if isinstance(model, OwnModelConfig):
+        raise UserError(
+            f"{command} is for text and the transformer of parallel3d, but the model is "
+            f"{TARGET}={model._target_}, a class of your own"
+        )
+
+
 def unbound(target: str, fields: Mapping[str, Any]) -> OwnModelConfig:
     """Returns the configuration of a user's own model without the model, whose code is not run."""
     least = {"num_layers": 1, "seq_length": 1, "vocab_size": 2}

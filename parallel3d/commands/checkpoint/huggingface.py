@@ -59,6 +59,7 @@ from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.declared import full_shapes_of, states_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import refuse_own
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.slices import STATE
 from parallel3d.run_config import Config, check_config
@@ -108,6 +109,7 @@ def export_run(
     with damage_refused(where, "; parallel3d checkpoint ls shows the other checkpoints"):
         manifest = read_manifest(folder)
         model = model_of(manifest, where)
+        refuse_own(model, f"checkpoint export run={run}")
         try:
             own = "fp64" if manifest.config["precision"]["name"] == "fp64" else "fp32"
         except (KeyError, TypeError) as error:
@@ -203,7 +205,7 @@ def import_run(
             tokenizer.save(run_dir / FOLDER, roles)
         write_kept(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
         keep_rest(folder, source, run_dir / KEPT_FOLDER)
-        save_first(config, run_dir, chain([first], tensors))
+        save_first(config, run_dir, chain([first], tensors), states_of(config.model))
         proof = f"not proven: {unproven}"
         if not unproven:
             proof = _prove(folder, source, config.model, dtype, run_dir)

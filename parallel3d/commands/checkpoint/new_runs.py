@@ -55,7 +55,7 @@ from parallel3d.errors import UserError, print_line
 from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import METRICS, rows_of
 from parallel3d.metrics.provenance import versions
-from parallel3d.models.declared import states_of
+from parallel3d.models.survey import TARGET
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import check_run, filled_directory
@@ -114,8 +114,10 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
     )
     steps = max(1, round(USUAL_SHARE * manifest.step))
     where = "" if str(runs_dir) == "runs" else f" runs_dir={runs_dir}"
+    target = config.model._target_
+    of_model = "" if target is None else f" {TARGET}={target}"
     print(
-        f"parallel3d train run={run}{where} train.steps={manifest.step + steps} "
+        f"parallel3d train run={run}{where}{of_model} train.steps={manifest.step + steps} "
         f"optim.lr_decay_style=wsd optim.wsd_decay_steps={steps}"
     )
     return 0
@@ -180,11 +182,14 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
     old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
     _check_name("to", to, run)
     _, config = read_with_config(folders[-1])
+    with damage_refused(title(folders[-1])):
+        stored = stored_shapes(folders[-1])
+    states = {name.partition("/")[2] for name in stored if name.startswith(f"{STATE}/")}
     data = _with_tokenizer(config.data, old, runs_dir / to)
     config = dataclasses.replace(config, run=to, runs_dir=str(runs_dir), data=data)
     with new_run(config) as fresh:
         _copy_tokenizer(old, fresh)
-        save_first(config, fresh, _means(folders, master_dtype(config.precision)))
+        save_first(config, fresh, _means(folders, master_dtype(config.precision)), states)
     names = ", ".join(str(step_of(folder)) for folder in folders)
     print_line(f"run={to} has, at step 0, the mean of the weights of run={run} at steps {names}")
     return 0
@@ -243,17 +248,20 @@ def _some_at_a_time(tensors: Iterable[tuple[str, Tensor]], states: Set[str]) -> 
         yield state
 
 
-def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def save_first(
+    config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]], states: Set[str]
+) -> None:
     """Writes a checkpoint of step 0 that has only weights. Raises OSError.
 
-    `tensors` yields the names and the full tensors.
+    `tensors` yields the names and the full tensors; `states` are the names of those that no
+    optimizer updates.
     """
     folder = run_dir / CHECKPOINTS / step_folder(0)
     for made in (folder.parent, folder):
         made.mkdir(mode=0o700)
     files = tuple(
         write_state(folder / f"rank-{number:05d}.safetensors", state)
-        for number, state in enumerate(_some_at_a_time(tensors, states_of(config.model)))
+        for number, state in enumerate(_some_at_a_time(tensors, states))
     )
     scale = LossScale(config.precision).scale
     progress: dict[str, int | float | bool] = {**dict.fromkeys(COUNTS, 0), "loss_scale": scale}
