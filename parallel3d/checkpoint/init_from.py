@@ -260,10 +260,16 @@ def _own_model_from(
 
     Given fields may differ, as `check_own_weights` compares the weights.
     """
+    if isinstance(source, OwnModelConfig) and not isinstance(wanted, OwnModelConfig):
+        raise UserError(
+            f"{where} has a model of your own, whose code only runs where a start names it: give "
+            f"{TARGET}={source._target_}"
+        )
     there = f"{TARGET}={source._target_}" if source._target_ else "the transformer of parallel3d"
     if not isinstance(source, OwnModelConfig) or source._target_ != wanted._target_:
-        here = f"{TARGET}={wanted._target_} is" if wanted._target_ else "this start names"
-        raise UserError(f"{here} another model than that of {where}, which is {there}")
+        raise UserError(
+            f"{TARGET}={wanted._target_} is another model than that of {where}, which is {there}"
+        )
     kept = {n: value for n, value in source.fields.items() if not is_given(f"model.{n}")}
     return dataclasses.replace(wanted, fields=(wanted.fields or {}) | kept)
 
