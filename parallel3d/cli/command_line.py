@@ -36,7 +36,13 @@ from parallel3d.cli.hydra_run import (
     without_alias,
 )
 from parallel3d.cli.overrides import check_filled, composing_error, config_of, typed_alternatives
-from parallel3d.cli.own_model import NO_PRESET, ModelClass, completed, own_model_of
+from parallel3d.cli.own_model import (
+    NO_PRESET,
+    ModelClass,
+    check_takes_text,
+    completed,
+    own_model_of,
+)
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, Subcommand, refuse_options_of_others
 from parallel3d.cli.verbs import HELP, Verb
 from parallel3d.cli.words import last_of_each
@@ -298,7 +304,8 @@ def _run_job(
         # Under srun, every task runs this code with the same configuration.
         first = place.rank == 0 if place else prints_for_all(os.environ)
         _check_versions(command, config.logger, first)
-        typed = [word for word in HydraConfig.get().overrides.task if word != NO_PRESET]
+        given_words = HydraConfig.get().overrides.task
+        typed = [word for word in given_words if word.partition("=")[0] != NO_PRESET]
         hydra_run.check_sweep_words(typed, command.schema)
         config = typed_alternatives(config, typed)
         if command.of_run:
@@ -369,6 +376,7 @@ def _run_ranks(
     """
     if command.needs_data:
         check_filled(config, typed, own)
+        check_takes_text(config)
         with _time_limit(config.launch.timeout_s, config.runs_dir):
             data, dated = with_date(_data_of(config))
         if dated:

@@ -434,6 +434,18 @@ def of_schema(config: Config) -> Config:
     return base(**values | {"model": unbound(own.target, fields)})
 
 
+def check_takes_text(config: Config) -> None:
+    """Raises UserError for a user's own model that does not say what text it takes."""
+    if not isinstance(config.model, OwnModelConfig):
+        return
+    lacks = [n for n in ("seq_length", "vocab_size") if not hasattr(config.model.instance, n)]
+    if lacks:
+        raise UserError(
+            f"data={config.data.name} is text, but {TARGET}={config.model._target_} has no field "
+            f"{' and no '.join(lacks)}; add it, or give samples of your own to fit(train=…)"
+        )
+
+
 def completed(config: AnyConfig, schema: type[Config]) -> AnyConfig:
     """Returns the configuration with the user's own model, which is made from its fields.
 
