@@ -316,9 +316,10 @@ def _run_job(
         given = given_by(typed, own, own_model_of(command.schema))
         config, lines = _with_earlier(command, config, given, place)
         config = completed(config, command.schema)
-        if command.name == TRAIN and not has_begun(Path(config.runs_dir, str(config.run))):
+        if command.name == TRAIN and config.init_from is not None:
             with _time_limit(config.launch.timeout_s, config.runs_dir):
-                check_own_weights(config)
+                if not has_begun(Path(config.runs_dir, str(config.run))):
+                    check_own_weights(config)
         if command.own is None and command.alone is None:  # those that need one ask themselves
             check_own(config.optim, has_own=False)
         if command.alone is not None:
