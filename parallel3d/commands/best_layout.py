@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.calibrate.record import check_device, read
-from parallel3d.commands.plan import Plan, held, searched, typed_keys, with_tried, without_overlap
+from parallel3d.commands.plan import (
+    Plan,
+    held,
+    searched,
+    typed_keys,
+    with_own_parts,
+    without_overlap,
+)
 from parallel3d.config.fields import check_fields
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.search import best, configure, reason
@@ -52,7 +59,7 @@ def take_layout(
     kind = choose_device(config.device, here, launched=place is not None).kind
     _check_known(config.cluster, kind, several=here < ranks)
     described = replace(config, cluster=with_own_gpus(config.cluster, os.environ, run_command))
-    plan = searched(with_tried(described, own), held(config, keys), ranks)
+    plan = searched(with_own_parts(described, own), held(config, keys), ranks)
     recording_process().close()
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:

@@ -48,6 +48,10 @@ def dryrun(
     here = with_own_gpus(config.cluster, os.environ, run_command)
     cluster, assumed = assumed_cluster(here, typed)
     config = dataclasses.replace(config, cluster=cluster)
+    if own is not None:
+        from parallel3d.loop.own_parts import with_example  # imports torch
+
+        config = with_example(config, own)
     optimizer = None if own is None else own.optimizer
     facts = find_facts(config, options.rank, options.reserve_gb, optimizer) | {"assumed": assumed}
     if wanted:

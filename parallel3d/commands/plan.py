@@ -491,7 +491,7 @@ def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = Non
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
     check_fields(config)
-    config = with_tried(config, own)
+    config = with_own_parts(config, own)
     if config.optim.name == "muon":
         raise UserError(
             "optim.name=muon must be another optimizer for plan, which cannot price "
@@ -518,18 +518,22 @@ def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = Non
     return 0
 
 
-def with_tried(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
-    """Returns the configuration with the states of a script's optimizer, which a trial finds.
+def with_own_parts(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
+    """Returns the configuration with what the planner must know of a script's parts.
 
+    These are the states of its optimizer, which a trial finds, and a sample for its own model.
     Raises UserError if a key names an optimizer of a script, and there is none.
     """
-    optimizer = None if own is None else own.optimizer
-    check_own(config.optim, optimizer is not None)
-    if optimizer is None:
+    check_own(config.optim, own is not None and own.optimizer is not None)
+    if own is None:
         return config
-    from parallel3d.optim.own import tried  # imports torch
+    from parallel3d.loop.own_parts import with_example  # these import torch
+    from parallel3d.optim.own import tried
 
-    return replace(config, optim=tried(config.optim, optimizer))
+    config = with_example(config, own)
+    if own.optimizer is None:
+        return config
+    return replace(config, optim=tried(config.optim, own.optimizer))
 
 
 def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:

@@ -57,6 +57,7 @@ from parallel3d.models.survey import OwnModelConfig
 from parallel3d.optim.keys import OWN, OptimConfig
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
+from parallel3d.run.failure import full_stop
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config, single_process
 from parallel3d.trainer import StepResult
@@ -236,10 +237,15 @@ def compared(
         verdict = f"[bold yellow]Undecided[/]: {failure}."
     elif failure:
         verdict = f"[bold red]The layout changes the model[/]: {failure}."
+    elif not compares:
+        verdict = "[bold red]The layout was not compared[/]:"
     elif any(each.fails for each in found):
         verdict = "[bold red]The model is not the same in every layout[/]:"
-    lines = [f"{escape(each.sentence)}." for each in found]
-    lines += [f"[bold]Likely cause[/]: {escape(each)}." for each in likely]
+    lines = [
+        ("" if each.fails else "[bold yellow]Note[/]: ") + escape(full_stop(each.sentence))
+        for each in found
+    ]
+    lines += [f"[bold]Likely cause[/]: {escape(full_stop(each))}" for each in likely]
     console.print(verdict, *lines, str(folder / "verify.json"), sep="\n", soft_wrap=True)
     return 1 if failure or any(each.fails for each in found) else 0
 

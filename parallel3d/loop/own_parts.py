@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.data.sampler import FieldSource, Finite, SampleSource
 from parallel3d.errors import UserError
 from parallel3d.loop.hooks import Hook
 from parallel3d.models.survey import OwnModelConfig
-from parallel3d.run_config import Config
+from parallel3d.run_config import AnyConfig, Config
 
 if TYPE_CHECKING:
     from parallel3d.optim.own import OptimizerFactory
@@ -36,6 +36,18 @@ class OwnParts:
     train: Samples | None = None
     valid: Samples | None = None
     optimizer: OptimizerFactory | None = None
+
+
+def with_example(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
+    """Returns the configuration whose own model has an example of the script's samples.
+
+    Dry runs and traces of layers need its shapes. Other configurations are returned as they are.
+    """
+    if own is None or own.train is None or not isinstance(config.model, OwnModelConfig):
+        return config
+    source = opened(own.train, "train", config)
+    assert source is not None
+    return replace(config, model=replace(config.model, example=source.sample(0)))
 
 
 def opened(given: Samples | None, name: str, config: Config) -> SampleSource | None:

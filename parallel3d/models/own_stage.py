@@ -279,7 +279,7 @@ class OwnArchitecture:
             if isinstance(facts, str):
                 raise UserError(facts)
             if facts is None:
-                raise RuntimeError(f"stage {number} of the pipeline failed on another rank")
+                raise RuntimeError(f"stage {number} of the pipeline failed on a remote rank")
             if number < len(places) - 1:
                 shapes, dtype = facts
                 sends.append(StageOutputs(tuple(map(tuple, shapes)), dtype_of(dtype)))

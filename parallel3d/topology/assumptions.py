@@ -9,6 +9,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.run_config import AnyConfig, conf_dir
 
 # assumed if no model is given, because the default model has too few layers to be instructive
@@ -31,9 +32,11 @@ def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, li
     """Returns the configuration with an assumed model and micro-batch size, and the assumptions.
 
     The assumptions have the form of overrides. `typed`: overrides of the command line; if they
-    choose an experiment or a model, nothing is assumed.
+    choose an experiment or a model, or the model is the user's own, nothing is assumed.
     """
     keys = chosen_keys(typed)
+    if isinstance(config.model, OwnModelConfig):
+        return config, []
     if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
         return config, []
     told = [f"model={MODEL}"]
