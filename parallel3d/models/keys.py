@@ -175,7 +175,9 @@ class OwnModelKeys:
         "class of a model of your own in place of the transformer, as my_package.my_model.MyModel",
     )
     fields: Any = key(
-        None, "values of the fields of model._target_, by name", holds=dict[str, object]
+        None,
+        "values of the fields of model._target_ by name; give them as model.NAME=…, not here",
+        holds=dict[str, object],
     )
 
 
