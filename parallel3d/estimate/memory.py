@@ -260,7 +260,7 @@ def _state(rank: PipelineRank) -> RankMemory:
     parameters = gradients = masters = optimizer = 0.0
     for p, count in _held(rank):
         item, spread = rank.item_of(p), rank.is_fully_sharded(p)
-        size = _block if spread else float  # a bucket has one tensor for several parameters
+        size = _block if spread or p.frozen else float  # a bucket has several parameters
         own = float(sharded_numel(p, rank.shards_of(p)) if spread else p.numel)
         if not spread or p.frozen:
             parameters += count * size(item * (own if spread and zero == 3 else p.numel))
