@@ -13,6 +13,7 @@ takes the high half.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,8 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
     """Cuts a segment into pieces of about `AT_ONCE` elements, at rows of full tensors."""
     device = segment.master.device
     most = AT_ONCE_ON_ACCELERATOR if is_accelerator(device) else AT_ONCE
-    chunks: list[list[tuple[int, int, Chunk]]] = [[]]  # by piece: (first element, site, chunk)
+    # By piece: (first element, site, chunk, shape of the full tensor).
+    chunks: list[list[tuple[int, int, Chunk, tuple[int, ...]]]] = [[]]
     offset = 0
     for span in segment.spans:
         for shard, chunk, at in chunks_of_range(span.spec, span.start, span.numel):
@@ -74,15 +76,17 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
                 begin = offset + at + first
                 if chunks[-1] and begin + inner.elements - chunks[-1][0][0] > most:
                     chunks.append([])
-                chunks[-1].append((begin, site, inner))
+                chunks[-1].append((begin, site, inner, shard.full_shape))
         offset += span.numel
     # Padding belongs to the piece before it.
     starts = [0, *(some[0][0] for some in chunks[1:]), segment.master.numel()]
     pieces = []
     for some, start, end in zip(chunks, starts, starts[1:], strict=False):
         places, numbers = [], []
-        for begin, site, chunk in some:
-            row, rows = (chunk.offsets[0], chunk.sizes[0]) if len(chunk.sizes) == 2 else (0, 1)
+        for begin, site, chunk, full_shape in some:
+            row, rows = 0, math.prod(chunk.sizes[:-1])
+            for offset, size in zip(chunk.offsets[:-1], full_shape[:-1], strict=True):
+                row = row * size + offset
             places.append((begin - start, rows, chunk.sizes[-1]))
             key = signed((site + ROW * row) % (1 << 64), 64)
             numbers.append([key, chunk.offsets[-1], signed(ROW, 64)])

@@ -136,35 +136,38 @@ def chunks_of_range(
 
     It yields (shard, chunk, first element of the chunk, counted from `start`). A bucket's shard may
     begin in the middle of a row, so a range of a matrix is at most three chunks: the rest of a row,
-    whole rows, and the beginning of a row. Elements outside of all shards are padding.
+    whole rows, and the beginning of a row. With each further dimension the rest and the beginning
+    are such ranges themselves. Elements outside of all shards are padding.
 
-    Raises ValueError for tensors of more than two dimensions and for shards that are not whole rows
-    of the local parameter.
+    Raises ValueError for shards that are not whole rows of the local parameter.
     """
     width = math.prod(spec.shape[1:])
     for shard in spec.shards:
-        if len(shard.shape) > 2 or math.prod(shard.shape[1:]) != width:
+        if math.prod(shard.shape[1:]) != width:
             raise ValueError(f"{shard.name}: {shard.shape} is not whole rows of {spec.shape}")
     for shard, low, high, at in spec.shards_in(start, count):
-        for chunk, first in _rectangles(shard, low, high):
-            yield shard, chunk, at + first - low
+        for box, first in _boxes(shard.shape, low, high):
+            offsets = tuple(map(sum, zip(shard.start, box.offsets, strict=True)))
+            yield shard, Chunk(offsets, box.sizes), at + first - low
 
 
-def _rectangles(shard: ShardSpec, low: int, high: int) -> Iterator[tuple[Chunk, int]]:
-    """Yields elements [low, high) of a shard as chunks of the full tensor.
+def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[Chunk, int]]:
+    """Yields elements [low, high) of a flattened tensor as chunks of it.
 
-    Each chunk comes with the index of its first element in the flattened shard.
+    Each chunk comes with the index of its first element.
     """
-    if len(shard.shape) == 1:
-        yield Chunk((shard.start[0] + low,), (high - low,)), low
+    if len(shape) == 1:
+        yield Chunk((low,), (high - low,)), low
         return
-    width = shard.shape[1]
+    width = math.prod(shape[1:])
     # The rest of the first row, whole rows, and the beginning of the last row.
     cuts = [low, min(high, -(-low // width) * width), max(low, high // width * width), high]
     for a, b in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
         if a == b:
             continue
-        row, column = divmod(a, width)
-        rows = (b - a) // width
-        sizes = (rows, width) if rows else (1, b - a)
-        yield Chunk((shard.start[0] + row, shard.start[1] + column), sizes), a
+        row, first = divmod(a, width)
+        if rows := (b - a) // width:
+            yield Chunk((row, *(0 for _ in shape[1:])), (rows, *shape[1:])), a
+            continue
+        for box, at in _boxes(shape[1:], first, first + b - a):
+            yield Chunk((row, *box.offsets), (1, *box.sizes)), a - first + at

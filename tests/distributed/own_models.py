@@ -22,8 +22,8 @@ import parallel3d as p3d
 from parallel3d.build import Trainer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import with_values
-from parallel3d.models.keys import ModelConfig
 from parallel3d.models.own_model import Model, own_config
+from parallel3d.models.survey import unbound
 from parallel3d.run_config import Config
 from tests.distributed.simulated import here
 from tests.reference.dropout import dropped
@@ -67,6 +67,8 @@ class Split:
 
 class Plain:
     """Makes layers of PyTorch, for the part `part` of a model on one process."""
+
+    tp = None
 
     def __init__(self, part: str = "") -> None:
         self.part = part
@@ -275,9 +277,10 @@ class Ids(nn.Module):
     def __init__(self, vocab: int, hidden: int, make: Any) -> None:
         super().__init__()
         self.norm, self.out = make.norm(hidden), make.column(hidden, vocab)
+        self.tp = make.tp
 
-    def forward(self, x: Tensor, inputs: Any) -> Tensor:
-        return self.out(self.norm(x))
+    def forward(self, x: Tensor, inputs: Any) -> tuple[Tensor, Any]:
+        return self.out(self.norm(x)), self.tp
 
 
 @dataclass
@@ -286,7 +289,6 @@ class Text(p3d.Model):
     num_layers: int = 4
     seq_length: int = 8
     vocab_size: int = 32
-    tp: Any = None
 
     def embedding(self, parallel: Any) -> nn.Module:
         return Words(self.vocab_size, self.hidden, self._make(parallel))
@@ -300,12 +302,13 @@ class Text(p3d.Model):
     def _make(self, parallel: Any) -> Any:
         return parallel if isinstance(parallel, Plain) else Split(parallel)
 
-    def loss(self, outputs: Tensor, inputs: Any) -> p3d.Loss:
+    def loss(self, outputs: tuple[Tensor, Any], inputs: Any) -> p3d.Loss:
         labels, mask = inputs.batch["labels"], inputs.batch["loss_mask"]
-        if self.tp is None:
-            losses = F.cross_entropy(outputs.transpose(1, 2), labels, reduction="none")
+        logits, tp = outputs
+        if tp is None:
+            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
             return p3d.Loss((losses * mask).sum(), mask.sum())
-        return p3d.vocab_parallel_cross_entropy(outputs, labels, mask, self.tp)
+        return p3d.vocab_parallel_cross_entropy(logits, labels, mask, tp)
 
     @staticmethod
     def sample(i: int) -> p3d.Sample:
@@ -332,6 +335,7 @@ TREATMENTS: Mapping[str, Mapping[str, Any]] = {
     "norms frozen": {"freeze": ["*norm*"]},
     "by name": {"groups": {"head.*": {"lr_mult": 0.5}, "layers.2.*": {"wd_mult": 3.0}}},
     "averaged": {"ema_decay": 0.6},
+    "bf16 states": {"state": "bf16"},
 }
 
 
@@ -343,6 +347,7 @@ class Problem(NamedTuple):
     treatment: str = "plain"
     precision: str = "fp64"
     steps: int = STEPS
+    fields: tuple[tuple[str, Any], ...] = ()  # of the model, that are not its defaults
 
     @property
     def evaluated(self) -> int:
@@ -391,10 +396,9 @@ def make_trainer(problem: Problem, groups: ProcessGroups, keys: Mapping[str, Any
             **keys,
         },
     )
-    model = MODELS[problem.model]()
-    if isinstance(model, Text):
-        model.tp = groups.tp
-    config = dataclasses.replace(plain, model=own_config(ModelConfig(), model))
+    model = MODELS[problem.model](**dict(problem.fields))
+    base = unbound(f"{__name__}.{type(model).__name__}", dataclasses.asdict(model))
+    config = dataclasses.replace(plain, model=own_config(base, model))
     sources = Source(problem.model), Source(problem.model, problem.evaluated)
     return Trainer(
         *(config, groups, here()),
@@ -460,7 +464,7 @@ def inputs_of(problem: Problem, numbers: Sequence[int], dtype: torch.dtype, trai
 def reference(problem: Problem, weights: Mapping[str, np.ndarray]) -> Result:
     """Trains a problem on one process from these weights, one global batch at a time."""
     dtype = torch.float64 if problem.precision == "fp64" else torch.float32
-    model = MODELS[problem.model]()
+    model = MODELS[problem.model](**dict(problem.fields))
     net = PlainModel(model).to(dtype)
     net.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
     optim = dataclasses.replace(Config().optim, **problem.optim)

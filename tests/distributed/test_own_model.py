@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.errors import UserError
 from tests.distributed.covering import Cover, Levels, Rule
 from tests.distributed.harness import cover, plain_groups
 from tests.distributed.own_models import (
@@ -54,6 +58,11 @@ RULES = (
         "Muon knows nn.Linear", ("model", "optimizer"), lambda m, o: m != "signals" or o != "muon"
     ),
     Rule("exact averages", ("precision", "treatment"), lambda p, t: p == "fp64" or t == "plain"),
+    Rule(
+        "own states are not rounded",
+        ("optimizer", "treatment"),
+        lambda o, t: t != "bf16 states" or o in ("momentum", "adamw"),
+    ),
     Rule("Muon is exact", ("precision", "optimizer"), lambda p, o: p == "fp64" or o == "sgd"),
 )
 
@@ -67,10 +76,11 @@ def pairs() -> list[Levels]:
 
 
 def often() -> list[Levels]:
-    """Returns a few of them, exact and of at most four ranks, which hold every level."""
+    """Returns a few of them, exact and of at most four ranks, with every layout and engine."""
     exact = [levels for levels in pairs() if levels["precision"] == "fp64"]
     small = [levels for levels in exact if ranks_of(levels) <= 4]
-    few = cover({at: frozenset(levels.items()) for at, levels in enumerate(small)})
+    names = ("model", "tp", "pp", "zero", "recompute")
+    few = cover({at: frozenset((n, one[n]) for n in names) for at, one in enumerate(small)})
     return [small[at] for at in few]
 
 
@@ -155,3 +165,98 @@ def test_models_train_as_plain_torch_trains_them(pool: Pool, expected: Any) -> N
 @pytest.mark.parametrize("model", FACTORS["model"])
 def test_models_train_in_every_pair_of_settings(model: str, pool: Pool, expected: Any) -> None:
     check([levels for levels in pairs() if levels["model"] == model], pool, expected)
+
+
+# Checkpoints.
+
+SAVED = 2  # number of steps before the checkpoint
+# Sizes (tp, pp, dp) and keys, by name: each saves, and resumes what another one has saved.
+RESUMED: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "one": ((1, 1, 1), {"micro_batch_size": 4}),
+    "tp2-pp2": ((2, 2, 1), {"schedule.name": "zbv", "vpp": 2}),
+    "dp2-zero3": ((1, 1, 2), {"zero": 3}),
+    "tp2-dp2-zero2": ((2, 1, 2), {"zero": 2, "recompute": "full"}),
+    "pp4": ((1, 4, 1), {"micro_batch_size": 2}),
+    "pp2-dp2-zero1": ((1, 2, 2), {"zero": 1, "schedule.name": "interleaved", "vpp": 2}),
+}
+SAVED_PROBLEMS = (
+    Problem("pictures", "muon", "averaged", steps=SAVED + 2),
+    Problem("signals", "adamw", "first frozen", steps=SAVED + 2),
+    Problem("text", "nadam", "by name", steps=SAVED + 2),
+)
+
+
+def saved_keys(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {"run": name, "checkpoint.every": SAVED, **keys}
+
+
+def save(layout: str, problems: Sequence[Problem], folder: Path) -> None:
+    """Trains each problem to its checkpoint; runs on every rank."""
+    sizes, keys = RESUMED[layout]
+    groups = plain_groups(Layout(*sizes))
+    for problem in problems:
+        run_dir = folder / f"{layout}-{problem.model}"
+        run_dir.mkdir(exist_ok=True)
+        trainer = make_trainer(problem, groups, saved_keys(run_dir.name, keys))
+        checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+        assert checkpoints.restore(trainer) == 1
+        for _ in range(SAVED):
+            trainer.train_step()
+            checkpoints.after_step(trainer)
+        checkpoints.close()
+    groups.close()
+
+
+def resume(
+    layout: str, saved: str, problems: Sequence[Problem], folder: Path
+) -> list[Result | str]:
+    """Resumes each problem, on every rank; returns its results, or why it is refused."""
+    sizes, keys = RESUMED[layout]
+    groups, found = plain_groups(Layout(*sizes)), []
+    for problem in problems:
+        run_dir = folder / f"{saved}-{problem.model}"
+        trainer = make_trainer(problem, groups, saved_keys(run_dir.name, keys))
+        checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+        try:
+            assert checkpoints.restore(trainer) == SAVED + 1
+        except UserError as error:
+            found.append(str(error))
+        else:
+            found.append(train(trainer, problem.steps - SAVED))
+    groups.close()
+    return found
+
+
+def after(result: Result, steps: int) -> Result:
+    """Returns a result without the figures of its first steps."""
+    names = ("losses", "grad_norms", "terms")
+    return replace(result, **{name: getattr(result, name)[steps:] for name in names})
+
+
+@pytest.mark.nightly
+def test_a_model_resumes_under_any_other_layout(pool: Pool, expected: Any, tmp_path: Path) -> None:
+    names, failures = list(RESUMED), []
+    worlds = {name: Layout(*sizes).world_size for name, (sizes, _) in RESUMED.items()}
+    for name in names:
+        pool.run(worlds[name], save, name, SAVED_PROBLEMS, tmp_path, timeout_s=600)
+    for index, name in enumerate(names):
+        saved = names[(index + 1) % len(names)]
+        args = (name, saved, SAVED_PROBLEMS, tmp_path)
+        for problem, found in zip(
+            SAVED_PROBLEMS, pool.run(worlds[name], resume, *args, timeout_s=600)[0], strict=True
+        ):
+            off = differences(found, after(expected(problem), SAVED), LIMITS["fp64"])
+            failures += [f"{saved} → {name}, {problem}: {off}"] if off else []
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_of_other_fields_is_refused(pool: Pool, tmp_path: Path) -> None:
+    problem = Problem("signals")
+    pool.run(1, save, "one", [problem], tmp_path)
+    others = [
+        problem._replace(fields=fields) for fields in ((("hidden", 12),), (("num_layers", 3),))
+    ]
+    ((wide, deep),) = pool.run(1, resume, "one", "one", others, tmp_path)
+    for name, there, here, sentence in (("hidden", 10, 12, wide), ("num_layers", 4, 3, deep)):
+        assert f"model.{name} is {there} there, now {here}" in sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ def chances(shape: tuple[int, ...], seed: int, update: int, name: str, which: in
     """Returns numbers in [0, 1), multiples of 2^-16, for the elements of a full tensor's state
     `which`."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
-    rows, columns = shape if len(shape) == 2 else (1, *shape)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     row = np.arange(rows, dtype=np.uint64)
     keys = finished(int.from_bytes(digest, "little"), np.array([update], dtype=np.uint64), row)
     bits = random_bits(keys, columns) >> np.uint32(16 * which) & np.uint32(0xFFFF)

@@ -3,6 +3,7 @@ cut."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -85,13 +86,25 @@ def random_chunk(draw: random.Random, shape: torch.Size) -> Chunk:
     )
 
 
-def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
+def test_a_vector_is_cut_into_one_chunk() -> None:
     vector = ParameterSpec((6,), (ShardSpec("v", (12,), (6,), (6,)),), replicated=False)
     ((_, box, at),) = chunks_of_range(vector, 2, 3)
     assert (box.offsets, box.sizes, at) == ((8,), (3,), 0)
-    cube = ParameterSpec((2, 2, 2), (ShardSpec("c", (2, 2, 2), (0, 0, 0), (2, 2, 2)),), False)
-    with pytest.raises(ValueError, match="c: "):
-        list(chunks_of_range(cube, 0, 8))
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (2, 1, 3, 2)])
+def test_tensors_of_convolutions_are_cut_into_boxes(shape: tuple[int, ...]) -> None:
+    full = torch.arange(math.prod(shape)).view(shape)
+    spec = ParameterSpec(shape, (ShardSpec("c", shape, (0,) * len(shape), shape),), False)
+    for low in range(full.numel()):
+        for high in range(low + 1, full.numel() + 1):
+            found = [
+                (at, box.of(full).flatten().tolist())
+                for _, box, at in chunks_of_range(spec, low, high - low)
+            ]
+            # Each box is whole, and lies where its elements lie in the range.
+            assert all(values == [*range(low + at, low + at + len(values))] for at, values in found)
+            assert sorted(v for _, values in found for v in values) == [*range(low, high)]
 
 
 @pytest.mark.parametrize("rows", [3, 4 * SHARED_ELEMENTS // 8])
