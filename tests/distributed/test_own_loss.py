@@ -280,12 +280,8 @@ LAYOUTS = {
 }
 
 
-DEFAULT = ("replicas", "all", "sharded")  # the other layouts seldom find what these do not
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in DEFAULT else pytest.mark.nightly) for n in LAYOUTS]
-)
+@pytest.mark.nightly  # test_own_model.py has a layout of each kind in the default set
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_as_plain_pytorch_does(pool: Pool, name: str) -> None:
     sizes, keys, micro = LAYOUTS[name]
     ranks = pool.run(math.prod(sizes), trained, sizes, Curve(), keys, micro, 2)
@@ -317,6 +313,7 @@ def test_other_optimizers_step_the_same_however_the_batch_is_split(pool: Pool, n
     assert (expected.average != {}) == ("optim.ema_decay" in SAME[name])
 
 
+@pytest.mark.nightly
 def test_a_batch_schedule_changes_the_count_but_not_the_mean(pool: Pool) -> None:
     keys = {"train.batch_schedule": {0: 4, 8: BATCH}}
     ranks = pool.run(2, trained, (1, 1, 2), Curve(), keys, 1)
@@ -343,6 +340,7 @@ def scaled(model: Model, keys: Keys) -> list[tuple[bool, float, float, bool]]:
     return seen
 
 
+@pytest.mark.nightly
 def test_the_loss_scale_of_fp16_does_not_change_the_step_and_finds_overflows(pool: Pool) -> None:
     small, large = (
         pool.run(2, scaled, Curve(), {"precision.loss_scale": scale})[0] for scale in (64.0, 4096.0)
@@ -373,6 +371,7 @@ def refused() -> str:
     return ""
 
 
+@pytest.mark.nightly
 def test_ranks_with_other_terms_are_refused_on_every_rank(pool: Pool) -> None:
     for said in pool.run(2, refused):
         assert said.startswith("the loss returned the terms (other) on rank 1 and (absolute) on ra")
@@ -495,11 +494,12 @@ def text_losses(weights: Mapping[str, Tensor], first: int) -> tuple[Tensor, Tens
     return whole, plain, of_z
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("sizes", "micro"), [((2, 1, 2), 2), ((2, 2, 1), 1)])
 def test_a_text_whose_vocabulary_is_split_has_the_loss_of_the_formula(
     pool: Pool, sizes: tuple[int, ...], micro: int
 ) -> None:
-    ranks = pool.run(4, read, sizes, micro)
+    ranks = pool.run(math.prod(sizes), read, sizes, micro)
     weights = {name: torch.tensor(w).requires_grad_() for name, w in ranks[0][1].items()}
     scores = [text_losses(weights, 0)[1].item()]
     expected = []
