@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel3d.cli.command_line import FAMILIES, run_script
 from parallel3d.cli.help_text import SCRIPT_EXAMPLES
@@ -24,6 +24,8 @@ from parallel3d.run.failure import full_stop
 from parallel3d.run_config import ALTERNATIVES
 
 if TYPE_CHECKING:
+    from parallel3d.models.layer_inputs import Inputs
+    from parallel3d.models.own_loss import Loss
     from parallel3d.models.own_model import Model
     from parallel3d.optim.own import OptimizerFactory
 
@@ -32,6 +34,7 @@ def fit(
     config: Sequence[str] = (),
     *,
     model: type[Model] | Model | partial[Model] | None = None,
+    loss: Callable[[Any, Inputs], Loss] | None = None,
     hooks: Sequence[Hook] = (),
     train: Samples | None = None,
     valid: Samples | None = None,
@@ -63,10 +66,14 @@ def fit(
         model: a model of the script's own, in place of the transformer: a class of `p3d.Model`,
             `functools.partial` of one with values of fields, or an instance, which stands for its
             class with its fields. A word `model.<field>=…` replaces the script's value.
+        loss: a function of the outputs of the model's head and of its `Inputs` that returns a
+            `Loss`, in place of the model's own.
         train: samples to train on, in place of the text of `data`: an object with `seq_length` and
             `sample(i)`, which returns a `Sample`, the same for the same i on every rank; or a
             function of the checked configuration that returns such an object on each rank. Its
-            `windows`, if it has them, are the number of samples in an epoch.
+            `windows`, if it has them, are the number of samples in an epoch. For a model of the
+            script's own, `sample(i)` may return any arrays and numbers by name, and `seq_length`
+            is optional.
         valid: held-out samples, in the same form.
         optimizer: an element-wise optimizer, in place of `optim.name`: a class of
             `torch.optim.Optimizer`, or `functools.partial` of one with settings. `optim.lr` with
@@ -81,7 +88,12 @@ def fit(
     argv = list(sys.argv)
     typed = argv[1:] if arguments is None else list(arguments)
     try:
-        own_model = None if model is None else of_script(model)
+        own_model = None if model is None else of_script(model, loss)
+        if model is None and loss is not None:
+            raise UserError(
+                "fit(loss=…) needs fit(model=…) beside it: the transformer's loss is the "
+                "cross-entropy of its text, with the keys of loss.*"
+            )
         check_hooks(hooks)
         name, typed = _subcommand_of(typed)
         given = _not_replaced(config, typed)

@@ -18,8 +18,8 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +35,8 @@ from parallel3d.models.survey import TARGET, OwnModelConfig, unbound
 from parallel3d.run_config import AnyConfig, Config
 
 if TYPE_CHECKING:
+    from parallel3d.models.layer_inputs import LayerInputs
+    from parallel3d.models.own_loss import Loss
     from parallel3d.models.own_model import Model
 
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # MODULE.CLASS
@@ -50,11 +52,13 @@ class ModelClass:
         target: its name, as in `model._target_`.
         cls: the class.
         given: values of fields that a script gives; others have their defaults.
+        loss: the loss that a script gives in place of the model's own, or None.
     """
 
     target: str
     cls: type[Model]
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    loss: Callable[[Any, LayerInputs], Loss] | None = None
 
     @property
     def title(self) -> str:
@@ -92,11 +96,11 @@ def imported(target: Any) -> ModelClass:
     return ModelClass(target, found)
 
 
-def of_script(model: Any) -> ModelClass:
+def of_script(model: Any, loss: Any = None) -> ModelClass:
     """Returns the class and the fields of what a script gives as `fit(model=…)`. Raises UserError.
 
     It gives a class, `functools.partial` of one, or an instance, which stands for its class and the
-    values of its fields.
+    values of its fields; and perhaps a loss, as `fit(loss=…)`.
     """
     typed = f"fit(model={_brief(model)})"
     given: dict[str, Any] = {}
@@ -119,19 +123,38 @@ def of_script(model: Any) -> ModelClass:
             if not hasattr(model, name):
                 raise UserError(
                     f"{typed}: a {cls.__name__} has no attribute {name}, where this field's "
-                    "value would be; make {cls.__name__} a dataclass, or give the class itself"
+                    f"value would be; make {cls.__name__} a dataclass, or give the class itself"
                 )
             given[name] = getattr(model, name)
     check_class(cls, typed)
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
     name = Path(file).stem if cls.__module__ == "__main__" and file else cls.__module__
-    found = ModelClass(f"{name}.{cls.__qualname__}", cls)
+    check_loss(loss)
+    found = ModelClass(f"{name}.{cls.__qualname__}", cls, loss=loss)
     keys = all_keys(schema_with(Config, found))
     plain = {name: _as_list(value) for name, value in given.items()}
     for name, value in plain.items():
         _check_field(f"model.{name}", value, keys.get(f"model.{name}"), found)
     return dataclasses.replace(found, given=plain)
+
+
+def check_loss(loss: Any) -> None:
+    """Raises UserError unless `loss` is None, or can be called with the outputs and the inputs."""
+    if loss is None:
+        return
+    fits = callable(loss) and not isinstance(loss, type)
+    if fits:
+        with suppress(ValueError):  # a function of C has no signature
+            try:
+                inspect.signature(loss).bind(None, None)
+            except TypeError:
+                fits = False
+    if not fits:
+        raise UserError(
+            f"fit(loss={_brief(loss)}) must be a function of (outputs, inputs) that returns "
+            "p3d.Loss(sum, count)"
+        )
 
 
 def check_class(found: Any, typed: str) -> None:
@@ -464,7 +487,8 @@ def completed(config: AnyConfig, schema: type[Config]) -> AnyConfig:
         names = " and ".join(each.name for each in left)
         given = ", ".join(f"{each.name}=… ({allowed(each)})" for each in left)
         raise UserError(f"{TARGET}={own.target} leaves {names} to you: give {given}")
-    from parallel3d.models.own_model import own_config  # imported here, because it imports torch
+    # imported here, because it imports torch
+    from parallel3d.models.own_model import Model, own_config
 
     typed = f"{TARGET}={own.target}"
     tuples = sections_of(schema)["model"].TUPLES  # type: ignore[attr-defined]
@@ -473,5 +497,10 @@ def completed(config: AnyConfig, schema: type[Config]) -> AnyConfig:
     with _explained(f"{typed}: {own.title} with {shown or 'no fields'}"):
         instance = own.cls(**values)
     with _explained(f"{typed}: building the parts of {own.title}"):
-        model = own_config(config.model, instance)
+        model = own_config(config.model, instance, own.loss)
+    if own.cls.loss is Model.loss and own.loss is None:
+        raise UserError(
+            f"{TARGET}={own.target} has no loss: write loss(self, outputs, inputs), which returns "
+            "p3d.Loss(sum, count), or give a function of both to fit(loss=…)"
+        )
     return dataclasses.replace(config, model=model)

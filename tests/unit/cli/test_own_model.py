@@ -17,7 +17,7 @@ from parallel3d.checkpoint.identity import changes, of_all_ranks, refusal
 from parallel3d.cli.command_line import main
 from parallel3d.cli.continued import continued, given_by
 from parallel3d.cli.overrides import check_overrides, compose_tree, composed, config_of
-from parallel3d.cli.own_model import imported, of_script, own_model_of, schema_of
+from parallel3d.cli.own_model import completed, imported, of_script, own_model_of, schema_of
 from parallel3d.errors import UserError
 from parallel3d.models.survey import OwnModelConfig, survey_of
 from parallel3d.run.directory import read_config, save_config
@@ -62,6 +62,9 @@ class Chain(p3d.Model):
     def head(self, parallel):
         return nn.Linear(self.hidden, self.vocab_size)
 
+    def loss(self, outputs, inputs):
+        return p3d.Loss(outputs.sum(), 1)
+
 @dataclass
 class Wide(Chain):
     width: int = field(kw_only=True)
@@ -69,8 +72,11 @@ class Wide(Chain):
 class ByHand(p3d.Model):
     def __init__(self, hidden: int, num_layers: int = 1, *, scale=1.0):
         self.hidden, self.num_layers, self.scale = hidden, num_layers, scale
-    embedding, block, head = Chain.embedding, Chain.block, Chain.head
+    embedding, block, head, loss = Chain.embedding, Chain.block, Chain.head, Chain.loss
     vocab_size, bias = 5, True
+
+class WithoutLoss(Chain):
+    loss = p3d.Model.loss
 
 class Fails(p3d.Model):
     def __init__(self, num_layers: int = 1):
@@ -128,6 +134,7 @@ BAD = [
     ([f"model._target_={MODULE[:-1]}.Chain"], f"the nearest is {MODULE}"),
     ([f"model._target_={MODULE}.sub.Chain"], f"there is no module {MODULE}.sub"),
     ([f"model._target_={MODULE}.Other"], "must be a class of p3d.Model, but is the class Other"),
+    ([f"model._target_={MODULE}.WithoutLoss"], "has no loss: write loss(self, outputs, inputs), w"),
     ([f"model._target_={MODULE}.number"], "must be a class of p3d.Model, but is a int"),
     (["model._target_=parallel3d.Model"], "must be a class of p3d.Model, but is the class Model"),
     (["model._target_=exits.Chain"], "importing exits ends the process (SystemExit: 3)"),
@@ -298,6 +305,38 @@ def test_a_bad_model_of_a_script_is_refused(given: Any, said: str) -> None:
     with pytest.raises(UserError) as refused:
         of_script(given(_chain()))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (3, "fit(loss=int) must be a function of (outputs, inputs) that returns p3d.Loss"),
+        (lambda outputs: outputs, "fit(loss=<lambda>) must be a function of (outputs, inputs)"),
+        (p3d.Loss, "fit(loss=Loss) must be a function of"),
+    ],
+)
+def test_a_bad_loss_of_a_script_is_refused(loss: Any, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        of_script(_chain(), loss)
+    assert said in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_loss_of_a_script_is_that_of_the_model() -> None:
+    def loss(outputs: Any, inputs: Any) -> None:
+        raise NotImplementedError
+
+    script = of_script(imported(f"{MODULE}.WithoutLoss").cls, loss)
+    schema, preset = schema_of(Config, [], None, script)
+    config = completed(config_of(compose_tree(preset, schema=schema)), schema)
+    assert own(config).instance.loss is loss
+
+
+def test_a_loss_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        p3d.fit(loss=lambda outputs, inputs: None, arguments=[])  # type: ignore[arg-type, return-value]
+    assert ended.value.code == 2
+    assert "fit(loss=…) needs fit(model=…) beside it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
