@@ -183,7 +183,9 @@ class PipelineRank:
     @property
     def is_tied_to_another(self) -> bool:
         """Whether this rank and another one hold copies of a tied weight and sum its gradients."""
-        return self.first != self.last and self.table.tied and not self.table.frozen
+        if self.first == self.last or not self._tables:
+            return False
+        return self.table.tied and not self.table.frozen
 
     def neighbours(self, offset: int, with_backward: bool = False) -> int:
         """Counts the stages whose next (+1) or previous (-1) stage is on another rank.
@@ -291,7 +293,7 @@ class PipelineRank:
         first stage holds.
         """
         ends = self.held(stage, range(0))
-        borrows = stage.last and self.table.tied and self.table not in ends
+        borrows = stage.last and bool(self._tables) and self.table.tied and self.table not in ends
         return [*ends, self.table] if borrows else ends
 
     @property
@@ -300,7 +302,11 @@ class PipelineRank:
 
         Only the first and the last rank of a pipeline have such a table.
         """
-        return [p for p in self.ends if p.name in TABLES][-1]
+        return self._tables[-1]
+
+    @property
+    def _tables(self) -> list[LocalParameter]:
+        return [p for p in self.ends if p.name in TABLES]  # none in a model of the user's own
 
     @property
     def parameters(self) -> list[LocalParameter]:

@@ -128,6 +128,8 @@ def _subcommand_of(typed: Sequence[str]) -> tuple[str, list[str]]:
     no subcommand of a script.
     """
     word = next(iter(typed), "")
+    if late := next((each for each in typed[1:] if each in SCRIPT_EXAMPLES), None):
+        raise UserError(f"{late} is a subcommand, and must be the first word of the script's")
     if not word.isidentifier():
         return TRAIN, [*typed]
     if word in SCRIPT_EXAMPLES:

@@ -74,6 +74,7 @@ from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_pag
 from parallel3d.models.checks import check_model
 from parallel3d.models.flops import flops_per_token
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.optim.checks import check_own
 from parallel3d.resolve import stage_weights
 from parallel3d.run_config import AnyConfig, Config
@@ -518,6 +519,15 @@ def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = Non
     return 0
 
 
+def check_priced(model: ModelConfig) -> None:
+    """Raises UserError for a model whose layers are not priced, which is one of the user's own."""
+    if isinstance(model, OwnModelConfig):
+        raise UserError(
+            f"plan and layout=auto do not price the parts of {model.name}, a model of your own, "
+            "yet; give the layout, whose memory dryrun reports: dryrun tp=2 pp=2"
+        )
+
+
 def with_own_parts(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
     """Returns the configuration with what the planner must know of a script's parts.
 
@@ -525,6 +535,7 @@ def with_own_parts(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
     Raises UserError if a key names an optimizer of a script, and there is none.
     """
     check_own(config.optim, own is not None and own.optimizer is not None)
+    check_priced(config.model)
     if own is None:
         return config
     from parallel3d.loop.own_parts import with_example  # these import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain, pairwise, product
 
 from parallel3d.blueprint.buckets import Home, homes, padded_numel
@@ -46,6 +46,7 @@ from parallel3d.models.products import (
     products_of,
     repeated_products,
 )
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.run_config import Config
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.trace.table import layer_traces
@@ -285,9 +286,39 @@ def _most_boundaries(assignment: StageAssignment) -> int:
 
 def _of_rank(rank: PipelineRank) -> list[Transfer]:
     """Returns all transfers of a rank in dimensions of more than one rank."""
+    groups: tuple[Callable[[PipelineRank], Iterator[Transfer]], ...]
     groups = (_tensor, _context, _experts, _pipeline, _data, _tied, _scalars, _muon)
+    if isinstance(rank.blueprint.model, OwnModelConfig):
+        groups = (_of_own_layers, _data, _scalars)
     found = [transfer for make in groups for transfer in make(rank)]
     return [t for t in found if t.count and group_size(t.dim, rank.layout) > 1]
+
+
+def _of_own_layers(rank: PipelineRank) -> Iterator[Transfer]:
+    """Yields tp collectives and messages of a user's own model, whose sizes are estimated.
+
+    Only its code knows what its parts send. A block with split parameters counts as one pair of
+    split layers, with two sums in each direction.
+    """
+    count = rank.blueprint.microbatches
+    split = {
+        n
+        for stage in rank.stages
+        for n in stage.layers
+        if any(not p.replicated for p in rank.held(stage, range(n, n + 1)))
+    }
+    yield Transfer("tp", "all_reduce", _own_message(rank), 2 * len(split) * count, "split layers")
+    yield from _messages(rank, rank.neighbours(1), rank.neighbours(-1, with_backward=True))
+
+
+def _own_message(rank: PipelineRank) -> int:
+    """Estimates the bytes of x in a user's own model: a vector for each token of a sample.
+
+    It is as long as the narrowest matrix of the rank's parameters has columns.
+    """
+    blueprint = rank.blueprint
+    width = min((p.columns for p in rank.parameters if p.columns > 1), default=1)
+    return rank.item * blueprint.micro_batch_size * blueprint.local_seq_length * width
 
 
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
@@ -414,6 +445,8 @@ def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
 def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]:
     """Yields the messages of activations over `forward` and of gradients over `back` boundaries."""
     nbytes = rank.hidden // (rank.layout.tp if rank.sp or rank.sends_slices else 1)
+    if isinstance(rank.blueprint.model, OwnModelConfig):
+        nbytes = _own_message(rank)
     count = rank.blueprint.microbatches
     ways = (forward, "activations to the next stage"), (back, "gradients to the previous stage")
     for boundaries, what in ways:

@@ -357,8 +357,41 @@ def test_help_of_a_script_and_words_that_are_none_of_its_subcommands(shell: Shel
         ),
         (("init", "slurm"), "init takes no part of a script: run parallel3d init slurm"),
         (("verfy", "tp=2"), "verfy is not a subcommand of a script"),
+        (("tp=2", "verify"), "verify is a subcommand, and must be the first word"),
     ):
         refused = run_forked(shell, "-c", SCRIPT, *words)
         assert refused.code == 2
         assert said in refused.err
         assert "Traceback" not in refused.err
+
+
+OWN_MODEL = """
+import sys
+sys.path.insert(0, ROOT)
+import parallel3d as p3d
+from tests.distributed import planted_models
+
+p3d.fit(
+    ["micro_batch_size=2", "global_batch_size=8", "device=cpu", "launch.peak_tflops=0.1"],
+    model=planted_models.NAME, train=planted_models.Samples(),
+)
+""".replace("ROOT", repr(str(ROOT)))
+
+
+def test_verify_and_dryrun_take_a_model_of_the_scripts_own(shell: Shell) -> None:
+    sound, wrong = (OWN_MODEL.replace("NAME", name) for name in ("Sound", "MissingSum"))
+    words = ("verify", "tp=2", "verify.steps=1")
+    ended = run_forked(shell, "-c", sound, *words)
+    assert ended.code == 0, ended.out + ended.err
+    assert "The layout does not change the model." in ended.out
+    ended = run_forked(shell, "-c", wrong, *words)
+    assert ended.code == 1
+    assert "Likely cause: each rank of tp has a part of the gradient" in ended.out
+    dry = run_forked(shell, "-c", sound, "dryrun", "tp=2", "pp=2", "cluster=dgx_h100")
+    assert dry.code == 0, dry.err
+    assert "Memory of rank" in dry.out
+    mapped = run_forked(shell, "-c", sound, "topology", "tp=2", "pp=2", "cluster=dgx_h100")
+    assert "Sound in fp32" in mapped.out
+    refused = run_forked(shell, "-c", sound, "plan", "cluster=dgx_h100", "precision=bf16")
+    assert refused.code == 2
+    assert "do not price the parts of Sound" in refused.err
