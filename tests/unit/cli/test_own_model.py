@@ -270,7 +270,7 @@ def _chain() -> Any:
     return imported(f"{MODULE}.Chain").cls
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("given", "fields"),
     [
@@ -404,7 +404,7 @@ def _resumed(there: list[str], words: list[str]) -> tuple[Config, str | None]:
     return continued(config, composed(there), given, None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fields_that_are_not_given_are_those_of_the_last_start() -> None:
     config, line = _resumed([TARGET, "model.hidden=5", "tp=2"], [TARGET, "model.bias=false"])
     assert (own(config).fields["hidden"], own(config).fields["bias"]) == (5, False)
@@ -422,7 +422,7 @@ def test_the_class_of_a_run_is_only_imported_where_a_start_names_it() -> None:
         _resumed([TARGET], ["train.steps=3"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_compare_classes_and_fields() -> None:
     keys = of_all_ranks(composed([TARGET, "model.hidden=5"]))
     assert (keys["model._target_"], keys["model.hidden"]) == (f"{MODULE}.Chain", 5)
