@@ -17,6 +17,7 @@ from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.calibrate.record import check_device, read
 from parallel3d.commands.plan import (
     Plan,
+    check_priced,
     held,
     searched,
     typed_keys,
@@ -51,6 +52,7 @@ def take_layout(
     UserError if the machine's speed is unknown, if no layout divides the batch, or if none fits.
     """
     check_fields(config)
+    check_priced(config.model)
     keys = chosen_keys(overrides)
     typed = math.prod(getattr(config, key) or 1 for key in DIMENSIONS if key in keys)
     ranks = place.world_size if place else config.launch.ranks or _ranks_here(config.device, typed)

@@ -503,6 +503,13 @@ def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = Non
         each = config.cluster.gpus_per_node or read(config.cluster.file).made.count
         gpus = (config.cluster.nodes or 1) * each
     fixed = held(config, keys)
+    if isinstance(config.model, OwnModelConfig):
+        from parallel3d.commands.plan_own import plan_of_own_model
+
+        optimizer = None if own is None else own.optimizer
+        reserve_gb = config.dryrun.reserve_gb
+        print(plan_of_own_model(config, fixed, gpus, reserve_gb, optimizer, progress()))
+        return 0
     found = searched(config, fixed, gpus, config.dryrun.reserve_gb, config.plan.load)
     said = untyped_batch(config, keys, gpus)
     if config.plan.confirm and config.cluster.file is None:
@@ -523,8 +530,8 @@ def check_priced(model: ModelConfig) -> None:
     """Raises UserError for a model whose layers are not priced, which is one of the user's own."""
     if isinstance(model, OwnModelConfig):
         raise UserError(
-            f"plan and layout=auto do not price the parts of {model.name}, a model of your own, "
-            "yet; give the layout, whose memory dryrun reports: dryrun tp=2 pp=2"
+            f"layout=auto does not price the parts of {model.name}, a model of your own, yet; "
+            "give the layout, which plan finds by dry runs"
         )
 
 
@@ -535,7 +542,6 @@ def with_own_parts(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
     Raises UserError if a key names an optimizer of a script, and there is none.
     """
     check_own(config.optim, own is not None and own.optimizer is not None)
-    check_priced(config.model)
     if own is None:
         return config
     from parallel3d.loop.own_parts import with_example  # these import torch

@@ -289,7 +289,8 @@ class OwnArchitecture:
         self, blueprint: Blueprint, groups: ProcessGroups, device: torch.device, inputs: LayerInputs
     ) -> list[StageOutputs]:
         """Does the same as `messages` without the other ranks, on a device without values."""
-        values = self.initializer(blueprint, device)
+        # The engine would cast the parameters to the compute dtype.
+        values = OwnValues(compute_dtype(blueprint.precision), device)
         sends: list[StageOutputs] = []
         x: Any = None
         for number, held in enumerate(blueprint.stages[:-1]):

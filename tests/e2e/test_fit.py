@@ -378,7 +378,7 @@ p3d.fit(
 """.replace("ROOT", repr(str(ROOT)))
 
 
-def test_verify_and_dryrun_take_a_model_of_the_scripts_own(shell: Shell) -> None:
+def test_verify_dryrun_topology_and_plan_take_a_model_of_the_scripts_own(shell: Shell) -> None:
     sound, wrong = (OWN_MODEL.replace("NAME", name) for name in ("Sound", "MissingSum"))
     words = ("verify", "tp=2", "verify.steps=1")
     ended = run_forked(shell, "-c", sound, *words)
@@ -392,6 +392,10 @@ def test_verify_and_dryrun_take_a_model_of_the_scripts_own(shell: Shell) -> None
     assert "Memory of rank" in dry.out
     mapped = run_forked(shell, "-c", sound, "topology", "tp=2", "pp=2", "cluster=dgx_h100")
     assert "Sound in fp32" in mapped.out
-    refused = run_forked(shell, "-c", sound, "plan", "cluster=dgx_h100", "precision=bf16")
+    planned = run_forked(shell, "-c", sound, "plan", "cluster=dgx_h100", "cp=1", "pp=2")
+    assert planned.code == 0, planned.err
+    assert "Sound on 8 GPUs of dgx_h100, bf16, 8 samples a step: 3 layouts, 3 fit" in planned.out
+    assert planned.out.splitlines()[-1].startswith("python my_train.py tp=1 pp=2 dp=4")
+    refused = run_forked(shell, "-c", sound, "layout=auto", "launch.ranks=2")
     assert refused.code == 2
-    assert "do not price the parts of Sound" in refused.err
+    assert "layout=auto does not price the parts of Sound" in refused.err
