@@ -19,6 +19,7 @@ from parallel3d.blueprint.buckets import LOOKUP_TOKENS, PIECE
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
+from parallel3d.models.declared import LayerKind
 from parallel3d.optim.keys import TriedOptimConfig
 from parallel3d.schedules.actions import Kind
 
@@ -56,6 +57,7 @@ class _Place(NamedTuple):
         experts: number of those, if any, that FSDP2 gathers as a unit of their own.
         trained: number of elements with gradients.
         apart: number of those that are experts.
+        widest: number of elements of the layer's largest parameter.
     """
 
     memory: LayerMemory
@@ -65,6 +67,7 @@ class _Place(NamedTuple):
     experts: int
     trained: int
     apart: int
+    widest: int
 
 
 def moments(rank: PipelineRank, layers: LayerMemories) -> Iterator[Moment]:
@@ -98,15 +101,17 @@ class _Moments:
         if self.adds:
             added = self.layers.of_stage(rank, stage, adds=True)
             adding = [memory.backward for memory in added]
+        widest: dict[LayerKind, int] = {}
         for i, (number, memory) in enumerate(zip(stage.layers, memories, strict=True)):
-            if self.adds:
+            if (kind := self.layers.kinds[number]) not in widest:
                 held = rank.held(StageBlueprint.plain(range(0)), range(number, number + 1))
-                adding[i] += FP32 * max(p.numel for p in held)
+                widest[kind] = max(p.numel for p in held)
+            adding[i] += FP32 * widest[kind] * self.adds
             stays = memory.kept - memory.large * (i < away)
-            experts, others = rank.numels[self.layers.kinds[number]]
+            experts, others = rank.numels[kind]
             frozen = rank.frozen_numel(range(number, number + 1))
             trained = experts - frozen[0], others - frozen[1]
-            numels = experts + others, experts, sum(trained), trained[0]
+            numels = experts + others, experts, sum(trained), trained[0], widest[kind]
             found.append(_Place(memory, min(adding[i], memory.backward), stays, *numels))
         return found
 
@@ -389,25 +394,32 @@ class _Moments:
                 others = place.numel - place.experts + _ahead(places, i)
                 reducing = place.apart * (FP32 * (1 + 1 / rank.layout.edp) - rank.item)
                 reducing -= frees * rank.item * place.trained
-                beside = self._gathered_with(others) + place.memory.of_rest
-                during = max(during, more + always + beside + reducing)
-                # The gradients exist until they have been copied to the input of the reduction.
+                always_beside = more + always + self._gathered_with(others)
+                during = max(during, always_beside + place.memory.of_rest + reducing)
                 # With one rank, FSDP2 copies the input twice.
                 edp = rank.layout.edp
-                copies = max(FP32 + rank.item, FP32 * (1 + 1 / edp + (edp == 1)))
-                beside += rank.stream - place.memory.of_rest + place.apart * copies
-                after = max(after, more + always + beside)
+                result = FP32 * place.apart / edp + rank.item * place.widest
+                if edp == 1:
+                    result = 2.0 * FP32 * place.apart
+                given = max(rank.item * place.apart, result)
+                # The rest of the backward begins here, with no more than at its peak.
+                begins = min(rank.stream, place.memory.of_rest - rank.item * place.apart)
+                after = max(after, always_beside + begins + FP32 * place.apart + given)
             more -= place.stays
-            wide = sums * FP32 * place.trained
+            rest = sums * (place.trained - place.apart)
+            wide = FP32 * rest
             if frees:  # zero=2 frees a layer's parameters after its last backward
                 wide -= rank.item * place.trained
             alone = self._gathered_with(before.numel if before else 0)
-            given = sums * rank.item * place.trained
+            # The gradients exist until they have been copied to the input. Beside the result, FSDP2
+            # still refers to one gradient.
+            result = FP32 * rest / rank.replicas + sums * rank.item * place.widest
+            given = max(rank.item * rest, result)
             after = max(after, more + rank.stream + cast + alone + wide + given)
             if before is not None and sums:
                 beside = self._gathered_with(before.numel + _ahead(places, i - 1))
                 beside += before.memory.backward
-                during = max(during, more + always + beside + wide - FP32 * place.apart)
+                during = max(during, more + always + beside + wide)
         found = {"reduction": after, "backward during a reduction": during}
         table = self.table if stage.first else 0.0
         ends = rank.stream + more - self.states * stage.last + cast + table

@@ -139,6 +139,24 @@ DIALECTS = (
      "global_batch_size": 4, "recompute": "[norm,mlp]", "experts": MIXTURE, "dialect": GEMMA},
 )  # fmt: skip
 
+# Moments that only small models show: the forward of a frozen layer, the input of FSDP2's last
+# reduction, experts that one rank reduces alone, and the embedding's backward.
+SMALL = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "num_query_groups": None,
+         "ffn_hidden_size": 2048, "vocab_size": 512, "seq_length": 512}  # fmt: skip
+MOMENTS = (
+    {"model": "llama_tiny", "layers": 1, "dp": 8, "zero": 3, "micro_batch_size": 1,
+     "global_batch_size": 8, "freeze": ["embedding.*", "layers.0.*"], "dialect": SMALL},
+    {"model": "llama_tiny", "layers": 2, "pp": 2, "dp": 2, "tp": 2, "zero": 3, "rank": 4,
+     "micro_batch_size": 1, "global_batch_size": 8, "freeze": ["embedding.*"],
+     "dialect": SMALL | {"seq_length": 256, "vocab_size": 8192, "tie_embeddings": True}},
+    {"model": "llama_tiny", "layers": 1, "dp": 1, "cp": 2, "ep": 2, "zero": 2, "every": True,
+     "precision": "fp32", "recompute": "selective", "micro_batch_size": 1, "global_batch_size": 4,
+     "experts": MIXTURE, "dialect": SMALL},
+    {"model": "llama_tiny", "layers": 8, "tp": 4, "sp": True, "pp": 2, "vpp": 2, "dp": 1,
+     "schedule": "interleaved_zb", "recompute": "full", "micro_batch_size": 1,
+     "global_batch_size": 2, "dialect": SMALL | {"ffn_hidden_size": 1024}},
+)  # fmt: skip
+
 # Limits in per cent by which the plan's memory may be below and above the dry run's. Its formulas
 # are for FSDP2 of torch 2.13; FSDP2 of 2.11 keeps more in one layout.
 OFF = {(2, 13): ("1", "12"), (2, 15): ("3", "12"), (2, 11): ("14", "12")}
@@ -151,6 +169,7 @@ OFF = {(2, 13): ("1", "12"), (2, 15): ("3", "12"), (2, 11): ("14", "12")}
         pytest.param(PLAYED, id="played"),
         pytest.param(EXPERTS, id="experts"),
         pytest.param(DIALECTS, id="dialects"),
+        pytest.param(MOMENTS, id="moments"),
         pytest.param(FURTHER, id="more", marks=pytest.mark.more),
     ],
 )
