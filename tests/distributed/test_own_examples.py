@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import yaml
 
 import parallel3d as p3d
 from parallel3d.blueprint.layout import Layout
@@ -68,7 +67,7 @@ def train(sizes: tuple[int, ...], keys: Mapping[str, Any], name: str) -> Result:
     words = dict(word.split("=", 1) for word in given["words"])
     own = {"optim.name": OWN} if "optimizer" in given else {}
     values = {
-        **{key: yaml.safe_load(value) for key, value in words.items()},
+        **{key: float(value) if "e-" in value else int(value) for key, value in words.items()},
         **{"tp": groups.layout.tp, "pp": groups.layout.pp},
         **{"global_batch_size": BATCH, "micro_batch_size": 2, "precision.name": "fp64"},
         **{"train.steps": STEPS, "train.eval_every": 0, "sp": name == "own_llama" and sizes[0] > 1},
