@@ -56,6 +56,13 @@ def vocab_parallel_cross_entropy(
         label_smoothing = z_loss = 0.0
     objective = Objective(vocab_size or columns * group.size, label_smoothing, z_loss)
     counted = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
+    if labels.device.type == "cpu":  # an accelerator would have to wait for the values
+        outside = labels[counted & ((labels < 0) | (labels >= objective.vocab_size))]
+        if outside.numel():
+            raise UserError(
+                f"vocab_parallel_cross_entropy got the label {int(outside[0])}, but labels must be "
+                f"from 0 to {objective.vocab_size - 1}; to leave a label out, give a mask"
+            )
     given = ChunkLoss(
         logits.detach().clone().flatten(0, -2), labels.flatten(), columns * group.index, objective
     )

@@ -122,3 +122,10 @@ def test_the_cross_entropy_refuses_labels_of_another_shape() -> None:
         vocab_parallel_cross_entropy(
             torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64), None, SINGLE
         )
+
+
+def test_the_cross_entropy_refuses_a_label_outside_of_the_vocabulary_unless_it_is_masked() -> None:
+    logits, labels = torch.zeros(1, 2, 5), torch.tensor([[3, -100]])
+    assert vocab_parallel_cross_entropy(logits, labels, labels >= 0, SINGLE).count.item() == 1
+    with pytest.raises(UserError, match="got the label -100, but labels must be from 0 to 4; to"):
+        vocab_parallel_cross_entropy(logits, labels, None, SINGLE)
