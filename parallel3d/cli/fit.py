@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel3d.cli.command_line import FAMILIES, run_script
 from parallel3d.cli.help_text import SCRIPT_EXAMPLES
-from parallel3d.cli.own_model import of_script
+from parallel3d.cli.own_model import check_not_imported, of_script
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, VERIFY
 from parallel3d.cli.words import keys_of
 from parallel3d.commands.from_run import EVAL
@@ -85,6 +85,7 @@ def fit(
         SystemExit: if the run failed or was stopped, with the exit code of `parallel3d train`; an
             error of the user's is logged in a sentence first, and its code is 2.
     """
+    check_not_imported()
     argv = list(sys.argv)
     typed = argv[1:] if arguments is None else list(arguments)
     try:

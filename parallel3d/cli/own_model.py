@@ -96,6 +96,22 @@ def imported(target: Any) -> ModelClass:
     return ModelClass(target, found)
 
 
+def check_not_imported() -> None:
+    """Raises UserError if `imported` is importing the script that calls this function.
+
+    Otherwise the script would train while its class is looked up.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is imported.__code__:
+            typed = f"{TARGET}={frame.f_locals['target']}"
+            raise UserError(
+                f"{typed} imports a script that calls fit: put the call below "
+                "if __name__ == '__main__':"
+            )
+        frame = frame.f_back
+
+
 def of_script(model: Any, loss: Any = None) -> ModelClass:
     """Returns the class and the fields of what a script gives as `fit(model=…)`. Raises UserError.
 

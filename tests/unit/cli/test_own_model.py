@@ -104,18 +104,20 @@ number = 3
 EXITS = "import sys\nsys.exit(3)\n"
 RAISES = "def far():\n    raise KeyError('weights')\nfar()\n"
 BROKEN = "class Chain(\n"
+STARTS = "import parallel3d as p3d\np3d.fit(arguments=[])\n"
+MODULES = {MODULE: CODE, "exits": EXITS, "raises": RAISES, "broken": BROKEN, "starts": STARTS}
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Makes modules of a user in the current folder, from which nothing stays imported."""
-    for name, code in {MODULE: CODE, "exits": EXITS, "raises": RAISES, "broken": BROKEN}.items():
+    for name, code in MODULES.items():
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "needs_more.py").write_text("import there_is_no_such_module\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
-    for name in (MODULE, "exits", "raises", "broken", "needs_more"):
+    for name in (*MODULES, "needs_more"):
         sys.modules.pop(name, None)
 
 
@@ -142,6 +144,7 @@ BAD = [
         ["model._target_=raises.Chain"],
         "importing raises raises KeyError: 'weights' (raises.py, line 2)",
     ),
+    (["model._target_=starts.Chain"], "imports a script that calls fit: put the call below if"),
     (["model._target_=broken.Chain"], "importing broken raises SyntaxError"),
     (["model._target_=needs_more.Chain"], "ModuleNotFoundError: No module named 'there_is_no"),
     (
