@@ -35,6 +35,8 @@ from parallel3d.run_config import Config, single_process
 MakeTrainer = Callable[[Config, ProcessGroups], Trainer]
 LOSS = "loss"  # the last part, after the head
 SAME = 1e-9  # largest relative difference of values that are computed in fp64 in two ways
+# The same of what a part or the loss returns, which may compute in fp32 inside (`x.float()`).
+SAME_OUTPUT = 1e-5
 ALIKE = 1e-6  # the same of gradients, which are found as differences of weights
 LEAST = 1e-13  # changes of weights below this are rounding
 SHOWN = 3  # most names and ranks in a sentence
@@ -271,7 +273,7 @@ def _detached(value: Any) -> Any:
 def _close(a: Any, b: Any) -> bool:
     pairs = [*zip(tensors_in(a), tensors_in(b), strict=True)]
     return all(
-        x.shape == y.shape and bool(_apart(x.double(), y.double()) <= SAME) for x, y in pairs
+        x.shape == y.shape and bool(_apart(x.double(), y.double()) <= SAME_OUTPUT) for x, y in pairs
     )
 
 
@@ -284,7 +286,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= SAME * max(abs(a), abs(b), 1e-300)
+    return abs(a - b) <= SAME_OUTPUT * max(abs(a), abs(b), 1e-300)
 
 
 # The layout

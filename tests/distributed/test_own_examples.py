@@ -1,5 +1,5 @@
-"""Tests the scripts of examples/ with a model of their own: their training does not depend on the
-layout."""
+"""Tests the scripts with a model of their own, in examples/ and docs/own_model.md: their training
+does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from tests.distributed.simulated import here
 pytestmark = pytest.mark.nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ("own_llama", "own_recurrence", "own_two_losses", "own_vision")
+PAGE = EXAMPLES.parent / "docs" / "own_model.md"
+NAMES = ("own_llama", "own_recurrence", "own_two_losses", "own_vision", PAGE.stem)
 STEPS, BATCH, LIMIT = 3, 16, 1e-9
 # Sizes (tp, pp, dp) and keys of trainings on 2, 4 and 8 ranks.
 LAYOUTS: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]] = (
@@ -53,17 +54,22 @@ class Bytes:
         return p3d.Sample(rng.integers(0, 9, self.seq_length + 1), rng.random(32) < 0.8)
 
 
-def parts_of(name: str) -> dict[str, Any]:
-    """Returns what a script gives `p3d.fit`."""
+def parts_of(name: str, folder: Path) -> dict[str, Any]:
+    """Returns what an example, or the first script of the page, gives `p3d.fit`."""
     given: dict[str, Any] = {}
+    script = EXAMPLES / f"{name}.py"
+    if name == PAGE.stem:
+        script = folder / "my_train.py"
+        code = PAGE.read_text("utf-8").split("```python\n")[1].split("```")[0]
+        script.write_text(code, encoding="utf-8")
     with patch.object(p3d, "fit", lambda words, **parts: given.update(words=words, **parts)):
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     return given
 
 
-def train(sizes: tuple[int, ...], keys: Mapping[str, Any], name: str) -> Result:
+def train(sizes: tuple[int, ...], keys: Mapping[str, Any], name: str, folder: Path) -> Result:
     """Trains a script's model with its own keys, on every rank."""
-    given, groups = parts_of(name), plain_groups(Layout(*sizes))
+    given, groups = parts_of(name, folder), plain_groups(Layout(*sizes))
     words = dict(word.split("=", 1) for word in given["words"])
     own = {"optim.name": OWN} if "optimizer" in given else {}
     values = {
@@ -92,9 +98,15 @@ def train(sizes: tuple[int, ...], keys: Mapping[str, Any], name: str) -> Result:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_trains_equally_on_one_rank_and_on_several(name: str, pool: Pool) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) < 100
-    (alone,) = pool.run(1, train, (1, 1, 1), {}, name)
+def test_an_example_trains_equally_on_one_rank_and_on_several(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
+    (alone,) = pool.run(1, train, (1, 1, 1), {}, name, tmp_path)
     for sizes, keys in LAYOUTS:
-        found = pool.run(Layout(*sizes).world_size, train, sizes, keys, name)[0]
+        found = pool.run(Layout(*sizes).world_size, train, sizes, keys, name, tmp_path)[0]
         assert differences(found, alone, LIMIT) == [], (sizes, keys)
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_an_example_has_less_than_a_hundred_lines(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) < 100
