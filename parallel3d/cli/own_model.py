@@ -107,7 +107,7 @@ def check_not_imported() -> None:
             typed = f"{TARGET}={frame.f_locals['target']}"
             raise UserError(
                 f"{typed} imports a script that calls fit: put the call below "
-                "if __name__ == '__main__':"
+                "if __name__ == '__main__'"
             )
         frame = frame.f_back
 
@@ -212,7 +212,7 @@ def _explained(doing: str, module: str = "") -> Iterator[None]:
     except SystemExit as error:
         raise UserError(
             f"{doing} ends the process (SystemExit: {error}); what starts a program belongs below "
-            "if __name__ == '__main__':"
+            "if __name__ == '__main__'"
         ) from None
     except BaseException as error:
         raise UserError(f"{doing} raises {_said(error)}") from None

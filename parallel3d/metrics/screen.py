@@ -187,7 +187,7 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
     before = "".join(f" · {size} from {first:,} {sequences} on" for first, size in smaller)
     batch = f"{config.micro_batch_size} × {microbatches} micro-batches × dp {dp}"
     return {
-        "model": f"{model.name} · {_parameters(model)} · {shape}",
+        "model": f"{model._target_ or model.name} · {_parameters(model)} · {shape}",
         "layout": f"tp {config.tp} × pp {config.pp} × {context}dp {dp} = {ranks}"
         + (f" · {config.schedule.name}" if config.pp > 1 else "")
         + (f" · ep {config.ep}" if config.ep > 1 else "")

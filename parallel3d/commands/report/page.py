@@ -345,7 +345,9 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
         steps, tokens = run.last
         size = f", {si(summary['parameters'])}" if "parameters" in summary else ""
         cells = [
-            f"{config.model.name}{size}, {config.precision.name}" if config else "–",
+            f"{config.model._target_ or config.model.name}{size}, {config.precision.name}"
+            if config
+            else "–",
             _layout_words(run),
             f"{steps:,}" + (f" of {total:,}" if (total := _length(run)) else ""),
             si(tokens).replace("  ", " "),
