@@ -37,8 +37,8 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.options import CommandConfig, VerifyConfig
 from parallel3d.commands.verify_causes import (
-    Finding,
     MakeTrainer,
+    ModelFinding,
     causes,
     findings_of_one_process,
 )
@@ -196,7 +196,7 @@ def compared(
     config = with_style(dataclasses.replace(config, train=train))
     layout = groups.layout
     failure: str | None = None
-    found, likely = list[Finding](), list[str]()
+    found, likely = list[ModelFinding](), list[str]()
     everything: list[Comparison] = []
     if console:
         experts = ("ep",) if config.model.num_experts else ()

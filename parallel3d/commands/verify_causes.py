@@ -42,7 +42,7 @@ LEAST = 1e-13  # changes of weights below this are rounding
 SHOWN = 3  # most names and ranks in a sentence
 
 
-class Finding(NamedTuple):
+class ModelFinding(NamedTuple):
     """A sentence about the model in one process.
 
     Attributes:
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 # One process
 
 
-def findings_of_one_process(make: MakeTrainer, config: Config) -> list[Finding]:
+def findings_of_one_process(make: MakeTrainer, config: Config) -> list[ModelFinding]:
     """Calls each part of a user's own model several times in this process, and compares.
 
     `config` is that of the layout, in fp64.
@@ -76,11 +76,11 @@ def findings_of_one_process(make: MakeTrainer, config: Config) -> list[Finding]:
         stage.train()
         return [*_Calls(stage, inputs, size).findings(crosses=config.pp * config.vpp > 1)]
     except UserError as error:
-        return [Finding(str(error), stops=True)]
+        return [ModelFinding(str(error), stops=True)]
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         said = f"{type(error).__name__}: {first_line(error)}"
-        return [Finding(f"one process fails with {said}. {notes}".strip(), stops=True)]
+        return [ModelFinding(f"one process fails with {said}. {notes}".strip(), stops=True)]
 
 
 class _Calls:
@@ -93,7 +93,7 @@ class _Calls:
             self.singles = [_one_sample(inputs, i) for i in range(size)]
         self.parts = dict(parts_of_stage(stage))
 
-    def findings(self, crosses: bool) -> Iterator[Finding]:
+    def findings(self, crosses: bool) -> Iterator[ModelFinding]:
         """Yields what is found, up to the first part whose output is not a function of a sample.
 
         `crosses`: whether parts lie on several stages.
@@ -104,17 +104,17 @@ class _Calls:
             given = _detached(whole)
             whole = self._call(part, given, self.inputs)
             if sentence := self._foreign(part, whole):
-                yield Finding(sentence, fails=crosses, stops=crosses)
+                yield ModelFinding(sentence, fails=crosses, stops=crosses)
             whole = _detached(whole)
             if not _close(whole, _detached(self._call(part, given, self.inputs))):
-                yield Finding(_drawing(part, module))
+                yield ModelFinding(_drawing(part, module))
                 return
             alone = [
                 _detached(self._call(part, x, one))
                 for x, one in zip(alone, self.singles, strict=True)
             ]
             if alone and (why := _depends(whole, alone)):
-                yield Finding(_mixing(part, module, why, len(alone)))
+                yield ModelFinding(_mixing(part, module, why, len(alone)))
                 return
         if alone:
             yield from self._loss(whole, alone)
@@ -135,7 +135,7 @@ class _Calls:
                 )
         return None
 
-    def _loss(self, whole: Any, alone: Sequence[Any]) -> Iterator[Finding]:
+    def _loss(self, whole: Any, alone: Sequence[Any]) -> Iterator[ModelFinding]:
         """Yields a finding if the loss of the samples is not the sum of the losses of each."""
         of_whole = self.stage.model.loss(whole, self.inputs)
         of_each = [
@@ -148,7 +148,7 @@ class _Calls:
             return
         means_agree = count > 0 < counts and _near(total / count, totals / counts)
         size = len(alone)
-        yield Finding(
+        yield ModelFinding(
             f"the loss is no sum over samples: for {size} samples together it returns the sum "
             f"{total:.6g} of {count:g} items, and for each of them alone {totals:.6g} of "
             f"{counts:g} in all. It averages over a micro-batch; return p3d.Loss with the sum over "
@@ -299,12 +299,12 @@ class Print(NamedTuple):
     total: float
     squares: float
 
-    def differs(self, other: Print) -> bool:
+    def differs(self, other: Print, limit: float = SAME) -> bool:
         scale = math.sqrt(max(other.numel * other.squares, 1e-300))
         return not (
             self.numel == other.numel
-            and abs(self.total - other.total) <= SAME * scale
-            and abs(self.squares - other.squares) <= SAME * max(other.squares, 1e-300)
+            and abs(self.total - other.total) <= limit * scale
+            and abs(self.squares - other.squares) <= limit * max(other.squares, 1e-300)
         )
 
     @classmethod
@@ -419,6 +419,7 @@ def _first_difference(of_ranks: Sequence[Prints], expected: Prints, layout: Layo
     for part in dict.fromkeys(part for part, _ in expected):
         off: dict[int, int] = {}  # rank → a sample that differs
         disagree = False  # whether ranks of one tp group return different values
+        rounds = True  # whether all differences are as small as rounding in fp32
         for (name, sample), wanted in expected.items():
             if name != part:
                 continue
@@ -432,13 +433,24 @@ def _first_difference(of_ranks: Sequence[Prints], expected: Prints, layout: Layo
                     disagree = True
                 if mine.differs(wanted):
                     off.setdefault(rank, sample)
+                    rounds = rounds and not mine.differs(wanted, SAME_OUTPUT)
+        if off and rounds:
+            return (
+                f"{_output_of(part)} is the first to differ from one process, by rounding alone: "
+                "something in it computes in fp32 or less although the run is in fp64, as x.float() "
+                "does; keep the dtype of x"
+            )
         if off:
             return _of_outputs(part, off, disagree, layout)
     return None
 
 
+def _output_of(part: str) -> str:
+    return "the loss of a micro-batch" if part == LOSS else f"the output of {part}"
+
+
 def _of_outputs(part: str, off: Mapping[int, int], disagree: bool, layout: Layout) -> str:
-    what = "the loss of a micro-batch" if part == LOSS else f"the output of {part}"
+    what = _output_of(part)
     first = next(iter(off))
     place = (
         f"{what} is the first to differ from one process, on {_ranks(off, layout)} for sample "
