@@ -437,7 +437,7 @@ def _first_difference(of_ranks: Sequence[Prints], expected: Prints, layout: Layo
         if off and rounds:
             return (
                 f"{_output_of(part)} is the first to differ from one process, by rounding alone: "
-                "something in it computes in fp32 or less although the run is in fp64, as x.float() "
+                "something in it computes in fp32 or less in a run in fp64, as x.float() "
                 "does; keep the dtype of x"
             )
         if off:
