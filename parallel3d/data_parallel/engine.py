@@ -132,14 +132,14 @@ def _build(
         end = offset + sum(p.numel() for p in alike.values())
         first, last = max(offset, own.start), min(end, own.stop)
         if first < last:
-            master = flat[first:last]
+            param = master = flat[first:last]  # no copy follows a step of what is one object
             if dtype != accum_dtype:
                 master = torch.empty(last - first, dtype=accum_dtype, device=device)
             spans = _spans(alike, offset, first, last)
             groups = groups_of(spans[0].spec)
             if sharded:
                 groups = replace(groups, data=SINGLE)
-            segment = Segment(flat[first:last], grad[first:last], master, spans, groups)
+            segment = Segment(param, grad[first:last], master, spans, groups)
             bucket.segments.append(segment)
         bucket.params |= alike
         for p in alike.values():

@@ -26,6 +26,7 @@ from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
+from tests.operators import Operators
 
 
 @pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0])
@@ -192,6 +193,23 @@ def engine_of(
 def backward(parameters: list[tuple[str, nn.Parameter]], skip: str = "") -> None:
     total = sum((p * 2.0).sum() for name, p in parameters if name != skip)
     total.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_only_masters_beside_the_parameters_are_copied_to_them(dtype: torch.dtype) -> None:
+    """In 16 bits this leaves out a parameter that stays in fp32."""
+    held: dict[str, nn.Parameter] = {}
+    for name, p in named():
+        held[name] = nn.Parameter(p.detach().to(torch.promote_types(p.dtype, dtype)))
+        state_of(held[name]).spec = replace(spec_of(p), wide=name == "first.norm")
+    engine = BucketedDataParallel([held], dtype, lambda spec: CopyGroups(), 0)
+    for segment in engine.segments:
+        segment.master.fill_(3.0)  # a step
+    with Operators() as ran:
+        engine.all_gather_params()
+    narrow = [s for s in engine.segments if s.param.dtype != s.master.dtype]
+    assert ran.names == ["copy_"] * len(narrow) and bool(narrow) is (dtype == torch.bfloat16)
+    assert all(torch.equal(p, torch.full_like(p, 3.0)) for p in held.values())
 
 
 def test_reduction_starts_only_during_the_last_backward() -> None:
