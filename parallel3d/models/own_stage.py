@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -350,10 +351,13 @@ def _counted_uses(stage: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    for module, uses in calls.items():
-        for state in map(state_of, module.parameters(recurse=False)):
-            if state.spec is not None:
-                state.spec = replace(state.spec, uses=max(1, uses))
+    uses = Counter[nn.Parameter]()  # several layers may share a parameter
+    for module, times in calls.items():
+        uses.update(dict.fromkeys(module.parameters(recurse=False), times))
+    for parameter, times in uses.items():
+        state = state_of(parameter)
+        if state.spec is not None:
+            state.spec = replace(state.spec, uses=max(1, times))
 
 
 COUNTED = "3 × the forward's products, as PyTorch's FlopCounterMode counts them"

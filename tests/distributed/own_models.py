@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -243,6 +243,78 @@ class Signals(p3d.Model):
         return {"signal": signal, "loss_mask": (np.arange(6) <= i % 6).astype("float32")}
 
 
+# Modules whose parameters PyTorch keeps in ways of its own, or that share them.
+
+
+class Gru(nn.Module):
+    def __init__(self, hidden: int, make: Any) -> None:
+        super().__init__()
+        self.gru = nn.GRU(hidden, hidden, batch_first=True)
+
+    def forward(self, x: Tensor, inputs: Any) -> Tensor:
+        return x + self.gru(x)[0]
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def __init__(self, hidden: int, make: Any) -> None:
+        super().__init__(hidden, 2, 2 * hidden, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, inputs: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Normed(nn.Module):
+    def __init__(self, hidden: int, make: Any) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(hidden, hidden))
+
+    def forward(self, x: Tensor, inputs: Any) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Shared(nn.Module):
+    """Two split layers that share a weight, and one that runs twice."""
+
+    def __init__(self, hidden: int, make: Any) -> None:
+        super().__init__()
+        self.up, self.gate = make.column(hidden, hidden), make.column(hidden, hidden)
+        self.gate.weight, self.down = self.up.weight, make.row(hidden, hidden)
+
+    def forward(self, x: Tensor, inputs: Any) -> Tensor:
+        for _ in range(2):
+            x = x + self.down(torch.tanh(self.up(x)) * torch.sigmoid(self.gate(x)))
+        return x
+
+
+class Points(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, hidden)
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.linear(inputs.batch["signal"])
+
+
+class Ends(Next):
+    def forward(self, x: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward((x, x[:, -1]), inputs)
+
+
+@dataclass
+class Modules(Signals):
+    KINDS: ClassVar = (Gru, Encoder, Normed, Shared)
+
+    def embedding(self, parallel: Any) -> nn.Module:
+        return Points(self.hidden)
+
+    def block(self, number: int, parallel: Any) -> nn.Module:
+        make = parallel if isinstance(parallel, Plain) else Split(parallel)
+        return self.KINDS[number](self.hidden, make)
+
+    def head(self, parallel: Any) -> nn.Module:
+        return Ends(self.hidden)
+
+
 # Text, by layers of parallel3d, with sequence parallelism.
 
 
@@ -316,7 +388,10 @@ class Text(p3d.Model):
         return p3d.Sample(rng.integers(0, 32, 9), rng.random(8) < (i % 5) / 4)
 
 
-MODELS: Mapping[str, type[Model]] = {"pictures": Pictures, "signals": Signals, "text": Text}
+MODELS: Mapping[str, type[Model]] = {
+    **{"pictures": Pictures, "signals": Signals, "text": Text},
+    "modules": Modules,
+}
 
 
 # A training: what determines its numbers, and how it is computed.
@@ -466,7 +541,9 @@ def reference(problem: Problem, weights: Mapping[str, np.ndarray]) -> Result:
     dtype = torch.float64 if problem.precision == "fp64" else torch.float32
     model = MODELS[problem.model](**dict(problem.fields))
     net = PlainModel(model).to(dtype)
-    net.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
+    given = {name: torch.from_numpy(weight) for name, weight in weights.items()}
+    assert not net.load_state_dict(given, strict=False).unexpected_keys
+    assert given.keys() == dict(net.named_parameters()).keys()  # shared ones by their first names
     optim = dataclasses.replace(Config().optim, **problem.optim)
     named = dict(net.named_parameters())
     trained = {n: p for n, p in named.items() if not is_frozen(optim, n)}

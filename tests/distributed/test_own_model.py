@@ -167,6 +167,18 @@ def test_models_train_in_every_pair_of_settings(model: str, pool: Pool, expected
     check([levels for levels in pairs() if levels["model"] == model], pool, expected)
 
 
+@pytest.mark.nightly
+def test_modules_of_torch_and_shared_parameters_train_as_alone(pool: Pool, expected: Any) -> None:
+    problem = Problem("modules", "adamw")
+    for sizes, keys in (
+        ((2, 2, 1), {"schedule.name": "zb_h1"}),
+        ((2, 1, 2), {"zero": 1, "recompute": "full"}),
+        ((1, 2, 2), {"zero": 3, "schedule.name": "zbv", "vpp": 2}),
+    ):
+        ((found,), *_) = pool.run(4, train_all, sizes, [(problem, keys)])
+        assert differences(found, expected(problem), LIMITS["fp64"]) == [], (sizes, keys)
+
+
 # Checkpoints.
 
 SAVED = 2  # number of steps before the checkpoint
