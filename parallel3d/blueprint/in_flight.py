@@ -7,7 +7,7 @@ walk through a schedule serves every model, micro-batch size and form of recompu
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -20,6 +20,9 @@ from parallel3d.schedules.messages import SENDS
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import make
 
+# Messages with the input of a stage or the gradient of it, and then those of its result.
+MESSAGES = (Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.SEND_F)
+
 
 @dataclass(frozen=True)
 class States:
@@ -29,19 +32,26 @@ class States:
         live: for each chunk, number of micro-batches between their forward and their backward (or
             I, the half of a backward that computes the gradient of the input).
         deferred: for each chunk, number of micro-batches between I and W, the other half.
-        in_flight: number of messages that hold a tensor: sends in flight, and receives that no
-            action has read yet, without the one that the action itself reads.
-        handed: number of results that another chunk of the rank has not read yet.
+        messages: numbers of messages that hold a tensor: sends in flight, and receives that no
+            action has read yet, without the one that the action itself reads. There are columns
+            for the chunks of each kind of message, in the order of MESSAGES.
+        handed: the same of results that another chunk of the rank has not read yet.
         begun: for each chunk, whether the chunk has had a backward in this step.
         final: whether no backward (or I) of the step follows the action.
     """
 
     live: NDArray[np.float64]
     deferred: NDArray[np.float64]
-    in_flight: NDArray[np.float64]
+    messages: NDArray[np.float64]
     handed: NDArray[np.float64]
     begun: NDArray[np.bool_]
     final: NDArray[np.bool_]
+
+    @property
+    def in_flight(self) -> NDArray[np.float64]:
+        """Number of messages that hold a tensor."""
+        counts: NDArray[np.float64] = self.messages.sum(axis=1)
+        return counts
 
 
 Seen: TypeAlias = dict[tuple[Kind, int], States]  # (kind, chunk) of the action → states
@@ -52,9 +62,10 @@ def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
 
     Further micro-batches would only repeat the steady state.
     """
-    if name == "gpipe" or microbatches <= 4 * pp:
+    least = max(3 * pp, pp + SENDS)  # by then, sends in flight have reached their limit
+    if name == "gpipe" or microbatches <= least + pp:
         return microbatches
-    return 3 * pp + microbatches % pp
+    return least + (microbatches - least) % pp
 
 
 class _Steps(NamedTuple):
@@ -92,7 +103,7 @@ def _states(
     live = [0] * vpp
     deferred = [0] * vpp
     begun = [0] * vpp
-    sends = 0
+    sends: deque[int] = deque()
     unread: set[Action] = set()
     handed: set[Action] = set()
     seen: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
@@ -100,7 +111,9 @@ def _states(
     for step in program[rank]:
         if not isinstance(step, Action):
             # The executor first waits until at most SENDS older sends are in flight.
-            sends = min(sends, SENDS) + sum(message.kind.is_send for message in step)
+            while len(sends) > SENDS:
+                sends.popleft()
+            sends.extend(_side(message, vpp) for message in step if message.kind.is_send)
             unread.update(message for message in step if not message.kind.is_send)
             continue
         kind, chunk, forward = step.kind, step.chunk, step.kind == Kind.F
@@ -109,8 +122,12 @@ def _states(
         if kind != Kind.W:
             unread.discard(received)
             handed.discard(received)
-        messages = sends + len(unread)
-        seen[kind, chunk].add((*live, *deferred, *begun, messages, len(handed), not left))
+        messages, waiting = [0] * (len(MESSAGES) * vpp), [0] * (len(MESSAGES) * vpp)
+        for side in (*sends, *(_side(message, vpp) for message in unread)):
+            messages[side] += 1
+        for result in handed:
+            waiting[_side(result, vpp)] += 1
+        seen[kind, chunk].add((*live, *deferred, *begun, *messages, *waiting, not left))
         if kind == Kind.W:
             deferred[chunk] -= 1
             continue
@@ -124,8 +141,14 @@ def _states(
     found = {}
     for action, states in seen.items():
         rows = np.array(sorted(states), dtype=float)
-        counts, (messages, waiting, last) = rows[:, :-3].reshape(-1, 3, vpp), rows[:, -3:].T
-        found[action] = States(
-            counts[:, 0], counts[:, 1], messages, waiting, counts[:, 2] > 0, last > 0
-        )
+        counts, moved = rows[:, : 3 * vpp], rows[:, 3 * vpp : -1]
+        live_, deferred_, begun_ = np.split(counts, 3, axis=1)
+        messages_, handed_ = np.split(moved, 2, axis=1)
+        last = rows[:, -1] > 0
+        found[action] = States(live_, deferred_, messages_, handed_, begun_ > 0, last)
     return found
+
+
+def _side(message: Action, chunks: int) -> int:
+    """Returns the column of a message in `States.messages`."""
+    return message.chunk + chunks * MESSAGES.index(message.kind)

@@ -17,7 +17,6 @@ from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.calibrate.record import check_device, read
 from parallel3d.commands.plan import (
     Plan,
-    check_priced,
     held,
     searched,
     typed_keys,
@@ -29,10 +28,12 @@ from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.search import best, configure, reason
 from parallel3d.host.devices import CPU, choose_device, device_name
 from parallel3d.host.quotas import available_cores, cores
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
+from parallel3d.trace.own_trace import traces_of
 from parallel3d.trace.table import recording_process
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ def take_layout(
     UserError if the machine's speed is unknown, if no layout divides the batch, or if none fits.
     """
     check_fields(config)
-    check_priced(config.model)
     keys = chosen_keys(overrides)
     typed = math.prod(getattr(config, key) or 1 for key in DIMENSIONS if key in keys)
     ranks = place.world_size if place else config.launch.ranks or _ranks_here(config.device, typed)
@@ -63,6 +63,8 @@ def take_layout(
     described = replace(config, cluster=with_own_gpus(config.cluster, os.environ, run_command))
     plan = searched(with_own_parts(described, own), held(config, keys), ranks)
     recording_process().close()
+    if isinstance(config.model, OwnModelConfig):
+        traces_of(config.model).close()
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
         print_line(f"layout=auto: {_summary(plan, first)}")

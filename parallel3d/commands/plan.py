@@ -38,7 +38,6 @@ from parallel3d.estimate.fitted_cost import (
     StepTime,
     breakdown,
     range_of_a_new_place,
-    step,
 )
 from parallel3d.estimate.memory import (
     bounded,
@@ -49,6 +48,7 @@ from parallel3d.estimate.memory import (
     nearly_fullest,
     peak_memory,
 )
+from parallel3d.estimate.own_cost import flops_of
 from parallel3d.estimate.search import (
     FULL,
     GIB,
@@ -64,9 +64,11 @@ from parallel3d.estimate.search import (
     constants_of,
     divisors,
     layouts,
+    priced,
     ranked,
     reason,
     sizes_of,
+    trace_of,
     works,
 )
 from parallel3d.experts.checks import check_expert_parallel
@@ -166,11 +168,26 @@ class Plan:
         return best(self.priced, ROWS)
 
     @property
+    def is_own(self) -> bool:
+        """Whether the model is a user's own."""
+        return isinstance(self.config.model, OwnModelConfig)
+
+    @property
+    def samples(self) -> str:
+        """The samples of a step in words."""
+        model, count = self.config.model, f"{self.config.global_batch_size:,}"
+        if isinstance(model, OwnModelConfig) and not model.is_of_text:
+            return f"{count} samples a step"
+        return f"{count} sequences of {model.seq_length:,} tokens a step"
+
+    @property
     def command(self) -> str:
         """The command line of the best layout."""
         choice = self.priced.choices[self.rows[0]]
         sp = choice.tp > 1 and configure(self.config, choice).sp
-        return f"parallel3d train … {typed_keys(choice, sp)}{without_overlap(self.config, choice)}"
+        script = self.is_own and not self.config.model._target_
+        start = "python my_train.py" if script else "parallel3d train …"
+        return f"{start} {typed_keys(choice, sp)}{without_overlap(self.config, choice)}"
 
     @property
     def title(self) -> str:
@@ -198,9 +215,12 @@ class Plan:
     def mfu(self, index: int) -> float:
         """Returns the model FLOPs utilization of a layout in per cent."""
         model = self.config.model
-        tokens = self.config.global_batch_size * model.seq_length
-        shares = trained_shares(model, self.config.optim)
-        useful = tokens * flops_per_token(model, model.seq_length, shares)
+        if self.is_own:  # the products that its parts run for a sample
+            useful = self.config.global_batch_size * flops_of(trace_of(self.config, 1, 1))
+        else:
+            tokens = self.config.global_batch_size * model.seq_length
+            shares = trained_shares(model, self.config.optim)
+            useful = tokens * flops_per_token(model, model.seq_length, shares)
         seconds = float(self.priced.seconds[index])
         return 100 * useful / (seconds * self.gpus * self.sizes["peak"])
 
@@ -264,9 +284,11 @@ class Plan:
         fit = f"{len(priced.order)} fit"
         if self.bounded < len(priced.choices):
             fit = f"{len(priced.order)} of the fastest {self.bounded} fit"
+        samples = f"{config.global_batch_size} sequences of {config.model.seq_length} a step"
+        samples = self.samples if self.is_own else samples
         title = (
-            f"{self.title}, {config.precision.name}, {config.global_batch_size} sequences of "
-            f"{config.model.seq_length} a step: {len(priced.choices)} layouts, {fit}"
+            f"{self.title}, {config.precision.name}, {samples}: {len(priced.choices)} layouts, "
+            f"{fit}"
         )
         words = ("schedule", "recompute", "by", "why")
         sides = "".join("<" if name in words else ">" for name in self.head)
@@ -372,14 +394,15 @@ def _sections(plan: Plan) -> Iterable[str]:
         config.global_batch_size * config.model.seq_length,
         float(priced.seconds[first]),
     )
+    model = config.model
+    units = "samples" if isinstance(model, OwnModelConfig) and not model.is_of_text else "tokens"
     used, memory = float(priced.memory[first]) / 1e9, float(plan.sizes["memory_bytes"]) / 1e9
     of_all = f"{len(priced.choices):,}"
     if plan.bounded < len(priced.choices):
         of_all = f"the fastest {plan.bounded:,} of {of_all}"
     words = (
-        f"{config.precision.name}, {config.global_batch_size:,} sequences of "
-        f"{config.model.seq_length:,} tokens a step: {seconds:.3g} s, "
-        f"{tokens / seconds:,.0f} tokens a second, MFU "
+        f"{config.precision.name}, {plan.samples}: {seconds:.3g} s, "
+        f"{tokens / seconds:,.0f} {units} a second, MFU "
         f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU according to "
         f"a {plan.by(first)}. "
     )
@@ -400,8 +423,9 @@ def _sections(plan: Plan) -> Iterable[str]:
     shown = bar_key(StepTime.__dataclass_fields__) + html_table((*plan.head, "time"), rows)
     yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
-    work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
-    parts = breakdown(work, constants_of(config), parts.pop("compute")) | parts
+    if not plan.is_own:  # the time of a user's own parts is not told apart
+        work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
+        parts = breakdown(work, constants_of(config), parts.pop("compute")) | parts
     rows = [
         [escape(kind), f"{part:.3g} s", f"{part / seconds:.1%}", TIMES[kind]]
         for kind, part in parts.items()
@@ -412,6 +436,8 @@ def _sections(plan: Plan) -> Iterable[str]:
     if made.pp > 1:
         yield _pipeline(made, _parts(priced, first))
     yield _memory(plan, made, used, memory)
+    if plan.is_own:
+        return
     try:
         report = make_report(made, None, {}, TopologyConfig(search=0))
         yield section("Where the ranks sit", "", f"<div class='paper'>{picture_of(report)}</div>")
@@ -503,13 +529,6 @@ def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = Non
         each = config.cluster.gpus_per_node or read(config.cluster.file).made.count
         gpus = (config.cluster.nodes or 1) * each
     fixed = held(config, keys)
-    if isinstance(config.model, OwnModelConfig):
-        from parallel3d.commands.plan_own import plan_of_own_model
-
-        optimizer = None if own is None else own.optimizer
-        reserve_gb = config.dryrun.reserve_gb
-        print(plan_of_own_model(config, fixed, gpus, reserve_gb, optimizer, progress()))
-        return 0
     found = searched(config, fixed, gpus, config.dryrun.reserve_gb, config.plan.load)
     said = untyped_batch(config, keys, gpus)
     if config.plan.confirm and config.cluster.file is None:
@@ -524,15 +543,6 @@ def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = Non
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
-
-
-def check_priced(model: ModelConfig) -> None:
-    """Raises UserError for a model whose layers are not priced, which is one of the user's own."""
-    if isinstance(model, OwnModelConfig):
-        raise UserError(
-            f"layout=auto does not price the parts of {model.name}, a model of your own, yet; "
-            "give the layout, which plan finds by dry runs"
-        )
 
 
 def with_own_parts(config: AnyConfig, own: OwnParts | None) -> AnyConfig:
@@ -560,7 +570,8 @@ def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
     """
     batch, enough = config.global_batch_size, MICROBATCHES_PER_STAGE * gpus
     chosen = {"global_batch_size", "experiment"} & keys or batch != Config().global_batch_size
-    if chosen or config.cluster.file is not None or batch >= enough:
+    of_file = config.cluster.file is not None
+    if chosen or of_file or batch >= enough or isinstance(config.model, OwnModelConfig):
         return ""
     tokens = si(enough * config.model.seq_length)
     return (
@@ -604,7 +615,10 @@ def searched(
         UserError: if the cluster cannot be priced, or if no layout is possible or fits.
     """
     file, batch = config.cluster.file, config.global_batch_size
-    check_model(config.model)
+    if isinstance(config.model, OwnModelConfig):
+        fixed = {"cp": 1, **fixed}
+    else:
+        check_model(config.model)
     check_held(config, fixed, ranks)
     if file is not None:
         machine = read(file)
@@ -618,11 +632,11 @@ def searched(
         raise UserError(no_layout(config, ranks, fixed))
     choices = of_the_style(config, choices)
     reserve, most = 1e9 * reserve_gb, sizes["memory_bytes"]
-    times = step(works(choices, sizes, batch), constants_of(config))
+    times = priced(config, choices, sizes)
     unknown = PricedLayouts(choices, times, np.full(len(choices), np.nan), np.array(False), [])
-    priced = bounded(config, unknown, ROWS, most, reserve, load, progress())
-    found = Plan(config, priced, sizes, ranks, reserve_gb, load=load)
-    if not priced.order:
+    known = bounded(config, unknown, ROWS, most, reserve, load, progress())
+    found = Plan(config, known, sizes, ranks, reserve_gb, load=load)
+    if not known.order:
         raise UserError(fits_nowhere(found, fixed))
     return found
 
@@ -749,7 +763,7 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
             "nearest is ep=1"
         )
     check_expert_parallel(config.model.num_experts, int(fixed.get("ep", 1)), ranks // pp)
-    if "tp" in fixed:
+    if "tp" in fixed and not isinstance(config.model, OwnModelConfig):
         chunks = config.tensor_parallel.chunks
         check_tensor_parallel(config.model, chunks, tp=config.tp, cp=config.cp, sp=config.sp)
     most, why = layers, ", as no stage may be empty"
@@ -783,7 +797,9 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
     choice, needed = found.priced.choices[least], float(found.priced.memory[least])
     if file := config.cluster.file:
         where, available = f"of the ranks of cluster={file}", f"{memory / GIB:.1f} GiB of a rank"
-        words = _fewer_layers(found, choice)
+        words = "the model must be smaller"
+        if not found.is_own:
+            words = _fewer_layers(found, choice)
     else:
         nodes = config.cluster.nodes or 1
         where, available = f"on cluster.nodes={nodes}", f"{memory / GIB:.0f} GiB of a GPU"

@@ -296,6 +296,12 @@ class StepWork:
         return sum(of.rows * of.inputs * of.outputs for of in self.layer_products)
 
     @property
+    def ends(self) -> tuple[Any, Any]:
+        """Returns the trained elements of embedding and head on a rank that has them."""
+        table = self.vocab * self.hidden / self.tp
+        return self.embedding_trained * table, self.head_trained * table
+
+    @property
     def edp(self) -> Any:
         """Returns the number of ranks that hold the same experts."""
         return self.tp * self.cp * self.dp / self.ep
@@ -916,12 +922,26 @@ class StepTime:
 
 def step(work: StepWork, c: Constants) -> StepTime:
     """Returns the seconds of one step by part, with an element for each row of `work`."""
+    layers = [layer(kind, c)[1] for kind in work.by_kind]
+    return assembled(work, c, layers, embedding(work, c), head(work, c))
+
+
+def assembled(
+    work: StepWork, c: Constants, layers: Sequence[Any], of_embedding: Any, of_head: Any
+) -> StepTime:
+    """Does the same as `step` from the seconds of a micro-batch's forward and backward.
+
+    `layers`: those of a layer of each kind.
+    """
     batch = work.host_of_batch(c)
     ranks = work.ranks
-    seconds = [_gathered(kind, c, layer(kind, c)[1]) for kind in work.by_kind]
-    held = np.where(ranks.exist, _sum(ranks.counts, seconds) + _ends(work, c) + batch, 0.0)
+    pairs = zip(work.by_kind, layers, strict=True)
+    seconds = [_gathered(kind, c, each) for kind, each in pairs]
+    first = np.where(ranks.embeds > 0, of_embedding, 0.0)
+    ends = first + np.where(ranks.heads > 0, of_head, 0.0)
+    held = np.where(ranks.exist, _sum(ranks.counts, seconds) + ends + batch, 0.0)
     slowest = held.max(axis=0)
-    total = _sum(ranks.totals, seconds) + head(work, c) + embedding(work, c) + batch * work.pp
+    total = _sum(ranks.totals, seconds) + of_head + of_embedding + batch * work.pp
     span = pipeline_time(slowest, total, work.microbatches, work.chunks, work.split)
     busy = work.microbatches * slowest
     backward = held[0] * 2 / 3
@@ -945,10 +965,10 @@ def stage_parameters(work: StepWork) -> Any:
     """Returns the trained elements, without experts, of each rank of the pipeline."""
     ranks = work.ranks
     layers = _sum(ranks.counts, (kind.trained * kind.parameters for kind in work.by_kind))
-    table = work.vocab * work.hidden / work.tp
+    of_embedding, of_head = work.ends
     shared = (ranks.embeds > 0) & (work.tied > 0)
-    own_head = np.where(shared, 0, work.head_trained * table)
-    first = layers + np.where(ranks.embeds > 0, work.embedding_trained * table, 0)
+    own_head = np.where(shared, 0, of_head)
+    first = layers + np.where(ranks.embeds > 0, of_embedding, 0)
     return first + np.where(ranks.heads > 0, own_head, 0)
 
 

@@ -23,6 +23,7 @@ from parallel3d.blueprint.parameters import LocalParameter
 from parallel3d.blueprint.rank import PipelineRank, sharded_numel
 from parallel3d.estimate.layer_memory import LayerMemories
 from parallel3d.estimate.moments import layers_away, moments, turns_around
+from parallel3d.estimate.own_moments import own_moments
 from parallel3d.estimate.search import (
     NEARLY_FULL,
     SAME,
@@ -34,6 +35,7 @@ from parallel3d.estimate.search import (
     ranked,
 )
 from parallel3d.models.declared import KnownModel
+from parallel3d.models.survey import OwnModelConfig
 from parallel3d.optim.keys import OptimConfig, TriedOptimConfig
 from parallel3d.run_config import Config
 from parallel3d.schedules.actions import Kind
@@ -137,6 +139,8 @@ def surely_needed(blueprint: Blueprint) -> float:
     They are its states and the results of all layers of the micro-batches in flight.
     """
     rank = PipelineRank(blueprint, 0)
+    if isinstance(blueprint.model, OwnModelConfig):
+        return _state(rank).states
     kept = [
         rank.stream * max(0, len(stage.layers) - max(stage.without_backward, stage.offloaded))
         for stage in rank.stages
@@ -245,7 +249,10 @@ def peak_memories(blueprint: Blueprint, indices: Sequence[int]) -> list[RankMemo
 
 
 def _peak(rank: PipelineRank, layers: LayerMemories) -> RankMemory:
-    found = max(moments(rank, layers), key=lambda moment: moment.total)
+    is_own = isinstance(rank.blueprint.model, OwnModelConfig)
+    found = max(
+        own_moments(rank) if is_own else moments(rank, layers), key=lambda moment: moment.total
+    )
     return _state(rank)._replace(
         activations=found.activations,
         temporary=found.temporary,

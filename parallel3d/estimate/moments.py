@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.buckets import LOOKUP_TOKENS, PIECE
-from parallel3d.blueprint.in_flight import states_of
+from parallel3d.blueprint.in_flight import States, states_of
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
 from parallel3d.models.declared import LayerKind
@@ -46,7 +46,7 @@ class Moment(NamedTuple):
         return self.activations + self.temporary
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """One layer of a stage.
 
     Attributes:
@@ -72,10 +72,12 @@ class _Place(NamedTuple):
 
 def moments(rank: PipelineRank, layers: LayerMemories) -> Iterator[Moment]:
     """Yields the peak of each kind of action of each stage, and that of the optimizer."""
-    return _Moments(rank, layers).all()
+    return StepMoments(rank, layers).all()
 
 
-class _Moments:
+class StepMoments:
+    """The moments of a rank of the transformer; a user's own model has others (`own_moments`)."""
+
     def __init__(self, rank: PipelineRank, layers: LayerMemories) -> None:
         self.rank = rank
         self.layers = layers
@@ -83,17 +85,24 @@ class _Moments:
         self.adds = rank.accumulates and rank.item == rank.grad_item
         self.places = [self._places(stage) for stage in rank.stages]
         self.once = rank.blueprint.microbatches == 1
-        # With FSDP2, the gradient of a table is in the compute dtype until it is reduced.
-        model, cut = rank.blueprint.model, rank.layout.tp
-        table = rank.item * (model.padded_vocab_size // cut * model.hidden_size)
-        reduces = rank.fully_sharded and not (rank.last and rank.table.frozen)
-        self.table = float(table) if reduces else 0.0
+        self.table = self._of_table()
         # The head's forward also computes the gradients of its table, and of its input before and
         # after the norm.
         self.states = 2 * rank.stream
         self.head = self.states + self.table * rank.last
 
-    def _places(self, stage: StageBlueprint) -> list[_Place]:
+    def _of_table(self) -> float:
+        """Returns the bytes of the gradient of a table until FSDP2 has reduced it.
+
+        It is in the compute dtype.
+        """
+        rank = self.rank
+        model, cut = rank.blueprint.model, rank.layout.tp
+        table = rank.item * (model.padded_vocab_size // cut * model.hidden_size)
+        reduces = rank.fully_sharded and not (rank.last and rank.table.frozen)
+        return float(table) if reduces else 0.0
+
+    def _places(self, stage: StageBlueprint) -> list[Place]:
         rank, found = self.rank, []
         away = layers_away(rank, stage)
         memories = self.layers.of_stage(rank, stage)
@@ -112,7 +121,7 @@ class _Moments:
             frozen = rank.frozen_numel(range(number, number + 1))
             trained = experts - frozen[0], others - frozen[1]
             numels = experts + others, experts, sum(trained), trained[0], widest[kind]
-            found.append(_Place(memory, min(adding[i], memory.backward), stays, *numels))
+            found.append(Place(memory, min(adding[i], memory.backward), stays, *numels))
         return found
 
     def all(self) -> Iterator[Moment]:
@@ -123,7 +132,6 @@ class _Moments:
         ]
         held = [n + self.head * s.last for n, s in zip(kept, rank.stages, strict=True)]
         waits = [sum(p.memory.deferred for p in places) for places in self.places]
-        message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
         left = np.array([self._left(chunk) for chunk in range(len(self.places))])
         for (kind, chunk), seen in states_of(rank.blueprint, rank.index).items():
             if kind == Kind.W:  # W only frees memory, so it is never the peak
@@ -131,8 +139,7 @@ class _Moments:
             stage = rank.stages[chunk]
             if kind != Kind.F and not stage.has_backward:
                 continue
-            live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
-            live = live + seen.handed * rank.stream
+            live = seen.live @ held + seen.deferred @ waits + self._moved(seen)
             beside = self._beside(chunk, kind) if rank.blueprint.pipeline.overlaps else 0.0
             if kind == Kind.F:
                 before = seen.live[:, chunk] + seen.deferred[:, chunk] + seen.begun[:, chunk]
@@ -161,7 +168,14 @@ class _Moments:
             widest = max((s.numel for s in flat_shards(rank)), default=0)
             yield Moment("optimizer", 0.0, 3.0 * FP32 * min(PIECE, widest))
 
-    def _with_backward(self, chunk: int) -> list[_Place]:
+    def _moved(self, seen: States) -> Bytes:
+        """Returns the bytes of messages, and of results that another chunk of the rank reads."""
+        rank = self.rank
+        message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
+        found: Bytes = seen.in_flight * message + seen.handed.sum(axis=1) * rank.stream
+        return found
+
+    def _with_backward(self, chunk: int) -> list[Place]:
         return self.places[chunk][self.rank.stages[chunk].without_backward :]
 
     def _shared(self, chunk: int) -> float:
@@ -237,7 +251,7 @@ class _Moments:
                 most = max(most, more + place.memory.halved)
                 more += place.memory.deferred - place.stays
             else:
-                gathered = self._gathered_with(place.numel + _ahead(places, i))
+                gathered = self._gathered_with(place.numel + ahead(places, i))
                 peak = place.adding if adds else place.memory.backward
                 most = max(most, more + gathered + peak)
                 more -= place.stays
@@ -309,7 +323,7 @@ class _Moments:
             return self._gathered_with(0)
         return max(self._gathered_with(place.numel) + self._copy_of(place) for place in places)
 
-    def _copy_of(self, place: _Place) -> float:
+    def _copy_of(self, place: Place) -> float:
         """Returns the bytes of the buffer from which FSDP2 copies a layer's parameters.
 
         In a forward, a buffer exists beside the parameters until the next all-gather. Experts that
@@ -391,7 +405,7 @@ class _Moments:
             if place.apart and sums:
                 # FSDP2 reduces a layer's experts during the backward of the layer's attention, and
                 # the rest of the layer during the backward of the next layer's experts.
-                others = place.numel - place.experts + _ahead(places, i)
+                others = place.numel - place.experts + ahead(places, i)
                 reducing = place.apart * (FP32 * (1 + 1 / rank.layout.edp) - rank.item)
                 reducing -= frees * rank.item * place.trained
                 always_beside = more + always + self._gathered_with(others)
@@ -417,7 +431,7 @@ class _Moments:
             given = max(rank.item * rest, result)
             after = max(after, more + rank.stream + cast + alone + wide + given)
             if before is not None and sums:
-                beside = self._gathered_with(before.numel + _ahead(places, i - 1))
+                beside = self._gathered_with(before.numel + ahead(places, i - 1))
                 beside += before.memory.backward
                 during = max(during, more + always + beside + wide)
         found = {"reduction": after, "backward during a reduction": during}
@@ -438,7 +452,7 @@ class _Moments:
         return found | {ENDS: ends}
 
 
-def _ahead(places: list[_Place], i: int) -> int:
+def ahead(places: list[Place], i: int) -> int:
     """Returns the number of elements that FSDP2 gathers ahead during the backward of a layer.
 
     They belong to the unit before the layer, which is the experts of the previous layer if it has

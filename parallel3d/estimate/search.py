@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,20 +46,24 @@ from parallel3d.estimate.fitted_cost import (
     load_own,
     share_left,
     sizes_of_model,
+    step,
 )
 from parallel3d.estimate.measured_rates import constants_of_machine, sizes_of_machine
 from parallel3d.estimate.network import price_step
+from parallel3d.estimate.own_cost import elements_by_rank, own_step, own_work
 from parallel3d.estimate.rank_layers import PipelineLayers, RankLayers, pipeline_of, table_of
 from parallel3d.models import declared
 from parallel3d.models.declared import LayerKind
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.products import COLUMN, ROW, products_of, repeated_products
 from parallel3d.models.repeats import PARTS, Repeats, parts_of, spelled
+from parallel3d.models.survey import OwnModelConfig, survey_of
 from parallel3d.parameters.declaration import FullTensor
 from parallel3d.resolve import blueprint_of, layout_of
 from parallel3d.run_config import AnyConfig, Config
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED, assignment_of
+from parallel3d.trace.own_trace import ModelTrace, WantedParts, traces_of
 
 GIB = 2.0**30
 Fixed: TypeAlias = Mapping[str, Any]  # field of `LayoutChoice` → value from the command line
@@ -143,6 +147,7 @@ def sizes_of(config: Config, ranks: int = 1) -> dict[str, Any]:
         **sizes_of_model(config.model, trained_shares(config.model, config.optim)),
         **hardware,
         "layers_of": layers_of(config),
+        **({} if survey_of(config.model) is None else OF_OWN),
         "item": ITEM_BYTES.get(config.precision.name, 4.0),
         "overlap_tp": overlaps,
         "overlap_pp": overlaps,
@@ -152,6 +157,10 @@ def sizes_of(config: Config, ranks: int = 1) -> dict[str, Any]:
         "grad_bytes": 4,
         "cp_style": [*STYLES, "auto"].index(config.context_parallel.style),
     }
+
+
+# Sizes of the transformer that a user's own model has not.
+OF_OWN = {"own": 1.0, "heads": 0.0, "kv_heads": 0.0, "ffn": 0.0, "tied": 0.0}
 
 
 def constants_of(config: Config) -> Constants:
@@ -215,11 +224,12 @@ class PricedLayouts:
 def configure(config: Config, choice: LayoutChoice) -> Config:
     """Returns the configuration with the layout `choice`.
 
-    Sequence parallelism is on if tp > 1, and off otherwise.
+    Sequence parallelism is on if tp > 1, and off otherwise; a user's own model keeps its setting.
     """
     schedule = replace(config.schedule, name=choice.schedule)
     moe = replace(config.moe, overlap=config.moe.overlap and can_overlap(choice))
-    keys = vars(choice) | {"sp": choice.tp > 1, "schedule": schedule, "moe": moe}
+    sp = choice.tp > 1 if survey_of(config.model) is None else config.sp
+    keys = vars(choice) | {"sp": sp, "schedule": schedule, "moe": moe}
     return replace(config, **keys)
 
 
@@ -273,6 +283,8 @@ def layouts(
             chunks = [v for v in _allowed(fixed, "vpp", even) if v == 1 or 1 < pp <= layers // v]
             chunks = [v for v in chunks if not given or v * pp == given]
             kinds = [spelled(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
+            if sizes.get("own"):  # it repeats whole blocks
+                kinds = [kind for kind in kinds if kind in (NONE, FULL)]
             for ep in expert_sizes(sizes, tp * cp * dp, fixed):
                 copies = max(dp * cp, tp * cp * dp // ep if sizes["experts"] > 1 else 1)
                 stages = [z for z in _allowed(fixed, "zero", zeros) if copies > 1 or z == 0]
@@ -368,6 +380,27 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, Any], batch: int) -> 
     return StepWork(**column, ranks=ranks, kinds=tuple(kinds))
 
 
+def priced(config: Config, choices: list[LayoutChoice], sizes: Mapping[str, Any]) -> StepTime:
+    """Returns the seconds of a step of each layout; infinity for one that cannot run.
+
+    Raises UserError if a user's own model can run in none.
+    """
+    work, model = works(choices, sizes, config.global_batch_size), config.model
+    if not isinstance(model, OwnModelConfig):
+        return step(work, constants_of(config))
+    layers: LayersOfModel = sizes["layers_of"]
+    trace = partial(trace_of, config)
+    return own_step(own_work(work, model), constants_of(config), model, layers.kind_of, trace)
+
+
+def trace_of(config: Config, tp: int, micro_batch_size: int) -> ModelTrace:
+    """Returns the traces of a user's own model on one of `tp` ranks, without recomputation."""
+    assert isinstance(config.model, OwnModelConfig)
+    one = LayoutChoice(tp, 1, 1, 1, micro_batch_size, "1f1b", NONE, 0)
+    batch = replace(config, global_batch_size=micro_batch_size)
+    return traces_of(config.model).of(WantedParts.of(planned(configure(batch, one))))
+
+
 class LayoutsOfLayer(NamedTuple):
     """What the products of a layer depend on, for each row of a table of layouts.
 
@@ -383,6 +416,8 @@ class LayoutsOfLayer(NamedTuple):
     def products(self, model: ModelConfig, kind: LayerKind) -> list[PricedProduct]:
         """Returns the products of a layer, from its declaration."""
         held, keys = declared.layer(model, kind), [*zip(self.recompute, self.ep, strict=True)]
+        if kind.own is not None:  # only the number of its elements counts
+            return [PricedProduct("block", elements_by_rank(held, self.tp), np.ones(()))]
         repeated = {
             (word, ep): {
                 of.name for of in repeated_products(model, kind, Repeats.of(word), int(ep))

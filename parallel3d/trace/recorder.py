@@ -377,12 +377,12 @@ def _traced(
         run = LayerRun(wanted, groups, recorder)
         enough |= {n: run.measured(n) for n in missing}
         known |= enough
-    exact = {n: _record((n, enough[n]), (n + 1, enough[n])) for n in wanted.sizes}
+    exact = {n: record_of((n, enough[n]), (n + 1, enough[n])) for n in wanted.sizes}
     several = sorted(n for n in enough if n > 1)
     if len(several) < 2:
         return LayerTrace(exact)
     try:
-        return LayerTrace(exact, _record(*((n, enough[n]) for n in (several[0], several[-1]))))
+        return LayerTrace(exact, record_of(*((n, enough[n]) for n in (several[0], several[-1]))))
     except NotLinear:
         return LayerTrace(exact)
 
@@ -391,7 +391,7 @@ class NotLinear(ValueError):
     """Means that something else happens with more sequences."""
 
 
-def _record(some: tuple[int, MeasuredLayer], more: tuple[int, MeasuredLayer]) -> LayerRecord:
+def record_of(some: tuple[int, MeasuredLayer], more: tuple[int, MeasuredLayer]) -> LayerRecord:
     """Returns the lines through a layer with two numbers of sequences. May raise NotLinear."""
     (n, one), (m, other) = some, more
     line = _Through(n, m)

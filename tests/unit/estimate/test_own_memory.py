@@ -1,0 +1,178 @@
+"""Tests the planner's memory of a user's own model against dry runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parallel3d as p3d
+from parallel3d.blueprint.keys import ClusterConfig
+from parallel3d.commands.dry_ranks import find_memory
+from parallel3d.config.fields import with_values
+from parallel3d.estimate.memory import peak_memory
+from parallel3d.models.keys import ModelConfig
+from parallel3d.models.own_model import own_config
+from parallel3d.run_config import Config, check_config
+from parallel3d.topology.assumptions import preset
+from parallel3d.trace.world import machine_without_values
+
+H = 256
+pytestmark = pytest.mark.slow
+
+
+class Series(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, H)
+
+    def forward(self, inputs: p3d.Inputs) -> Tensor:
+        return self.linear(inputs.batch["x"])
+
+
+class Block(nn.Module):
+    """Has layers of this package, a plain one, and a dropout."""
+
+    def __init__(self, parallel: p3d.Parallel) -> None:
+        super().__init__()
+        self.norm, self.plain = nn.LayerNorm(H), nn.Linear(H, H)
+        self.up = p3d.ColumnParallelLinear(H, 4 * H, parallel.tp)
+        self.down = p3d.RowParallelLinear(4 * H, H, parallel.tp)
+        self.dropout = parallel.dropout("down", 0.1)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.dropout(y, inputs) + torch.tanh(self.plain(x)).cumsum(1)
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, 10)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return self.linear(x.mean(1))
+
+
+@dataclass
+class OfSeries(p3d.Model):
+    num_layers: int = 8
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return Series()
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(parallel)
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return Mean()
+
+    def loss(self, outputs: Tensor, inputs: p3d.Inputs) -> p3d.Loss:
+        total = F.cross_entropy(outputs, inputs.batch["kind"], reduction="sum")
+        return p3d.Loss(total, len(outputs), {"square": outputs.square().sum()})
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, inputs: p3d.Inputs) -> Tensor:
+        return F.relu(self.conv(inputs.batch["image"]))
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 2 if outputs > inputs else 1
+        self.one = nn.Conv2d(inputs, outputs, 3, stride, 1)
+        self.two = nn.Conv2d(outputs, outputs, 3, 1, 1)
+        self.norm, self.skip = nn.GroupNorm(8, outputs), nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return F.relu(self.two(F.relu(self.norm(self.one(x)))) + self.skip(x))
+
+
+class Pooled(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return self.linear(x.mean((2, 3)))
+
+
+@dataclass
+class OfImages(p3d.Model):
+    """Blocks differ, and so does the shape between them."""
+
+    num_layers: int = 4
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return First()
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Residual(16 * 2 ** (number // 2), 16 * 2 ** ((number + 1) // 2))
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return Pooled(64)
+
+    def loss(self, outputs: Tensor, inputs: p3d.Inputs) -> p3d.Loss:
+        total = F.cross_entropy(outputs, inputs.batch["kind"], reduction="sum")
+        return p3d.Loss(total, len(outputs))
+
+
+EXAMPLES: dict[type[p3d.Model], dict[str, object]] = {
+    OfSeries: {"x": np.zeros((64, 16), np.float32), "kind": 0},
+    OfImages: {"image": np.zeros((3, 48, 48), np.float32), "kind": 0},
+}
+
+
+def config_of(of: type[p3d.Model], **keys: object) -> Config:
+    model = replace(own_config(ModelConfig(), of()), example=EXAMPLES[of])
+    cluster = ClusterConfig(**preset("cluster", "dgx_h100"))
+    config = replace(Config(), model=model, cluster=cluster, device="cuda")
+    batch = {"global_batch_size": 32, "micro_batch_size": 4}
+    return check_config(with_values(config, batch | keys), own_samples=True)
+
+
+@pytest.mark.parametrize(
+    ("of", "keys"),
+    [
+        (OfSeries, {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "zero": 1, "schedule.name": "zbv"}),
+        (OfSeries, {"pp": 2, "dp": 2, "zero": 3, "recompute": "full"}),
+        (OfImages, {"pp": 2, "precision.name": "bf16"}),
+    ],
+    ids=str,
+)
+def test_the_bound_is_at_most_seven_per_cent_above_a_dry_run(
+    of: type[p3d.Model], keys: dict[str, object]
+) -> None:
+    machine_without_values()
+    config = config_of(of, **keys)
+    for index in {0, config.pp - 1}:
+        bound, measured = peak_memory(config, index), find_memory(config, index)["peak_bytes"]
+        assert 0.99 * measured <= bound.total <= 1.07 * measured
+
+
+def test_a_plan_prices_layouts_and_leaves_the_process_free_to_train() -> None:
+    """The parts are recorded in a fork, so the planner's own process has no simulated device."""
+    code = (
+        "import torch\n"
+        "from dataclasses import replace\n"
+        "from tests.unit.estimate import test_own_memory as of\n"
+        "from parallel3d.commands.plan import searched\n"
+        "from parallel3d.config.fields import with_values\n"
+        "from parallel3d.simulated_device.device import TYPE\n"
+        "config = with_values(of.config_of(of.OfSeries), {'precision.name': 'bf16'})\n"
+        "plan = searched(config, {'pp': 2, 'zero': 1, 'micro_batch_size': 4, 'vpp': 1}, 8)\n"
+        "print({plan.priced.choices[i].tp for i in plan.rows}, hasattr(torch, TYPE))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "{1, 2, 4} False\n", done.stderr
