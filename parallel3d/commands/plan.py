@@ -151,6 +151,7 @@ class Plan:
         dry_runs: facts about memory from dry runs (`find_memory`), by layout and index along pp.
         dry_run_note: a sentence on why fewer dry runs than requested were made, or "" if all were.
         load: tokens of the experts on the fullest rank, divided by the mean over ranks.
+        in_script: whether a script brings the model.
     """
 
     config: Config
@@ -161,6 +162,7 @@ class Plan:
     dry_runs: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     dry_run_note: str = ""
     load: float = 1.0
+    in_script: bool = False
 
     @cached_property
     def rows(self) -> list[int]:
@@ -185,8 +187,7 @@ class Plan:
         """The command line of the best layout."""
         choice = self.priced.choices[self.rows[0]]
         sp = choice.tp > 1 and configure(self.config, choice).sp
-        script = self.is_own and not self.config.model._target_
-        start = "python my_train.py" if script else "parallel3d train …"
+        start = "python my_train.py" if self.is_own and self.in_script else "parallel3d train …"
         return f"{start} {typed_keys(choice, sp)}{without_overlap(self.config, choice)}"
 
     @property
@@ -530,6 +531,7 @@ def plan(config: CommandConfig, typed: Sequence[str], own: OwnParts | None = Non
         gpus = (config.cluster.nodes or 1) * each
     fixed = held(config, keys)
     found = searched(config, fixed, gpus, config.dryrun.reserve_gb, config.plan.load)
+    found = replace(found, in_script=own is not None)
     said = untyped_batch(config, keys, gpus)
     if config.plan.confirm and config.cluster.file is None:
         optimizer = None if own is None else own.optimizer
