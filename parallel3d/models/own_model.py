@@ -331,7 +331,6 @@ def take_parameters(module: nn.Module, part: str, tp: Group, values: OwnValues) 
     for path, owner in module.named_modules():
         if isinstance(owner, ShardedModule):
             owner.held = {key: held[names[owner.get_parameter(key)]] for key in owner.held}
-            owner.name = f"{part}.{path}" if path else part
         if isinstance(owner, ColumnParallelLinear):
             owner.sums_shared = False  # the trainer sums the gradients of all such parameters
         parameters, _ = tables_of(owner)

@@ -91,7 +91,7 @@ class Zeros:
         return self._sample
 
 
-class Repeated:
+class OneSample:
     """Provides one sample of a user's own data again and again."""
 
     def __init__(self, example: Any, seq_length: int) -> None:
@@ -107,4 +107,4 @@ def samples_for(model: ModelConfig) -> SampleSource:
     example = model.example if isinstance(model, OwnModelConfig) else None
     if example is None:
         return Zeros(model.seq_length)
-    return Repeated(example, model.seq_length)
+    return OneSample(example, model.seq_length)
