@@ -328,7 +328,7 @@ def take_parameters(module: nn.Module, part: str, tp: Group, values: OwnValues) 
         specs[parameter] = spec
         values.held[spec] = parameter.detach()
     made = {parameter: _without_values(parameter, values) for parameter in specs}
-    for path, owner in module.named_modules():
+    for owner in module.modules():
         if isinstance(owner, ShardedModule):
             owner.held = {key: held[names[owner.get_parameter(key)]] for key in owner.held}
         if isinstance(owner, ColumnParallelLinear):
