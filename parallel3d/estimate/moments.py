@@ -46,7 +46,7 @@ class Moment(NamedTuple):
         return self.activations + self.temporary
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """One layer of a stage.
 
     Attributes:
@@ -102,7 +102,7 @@ class StepMoments:
         reduces = rank.fully_sharded and not (rank.last and rank.table.frozen)
         return float(table) if reduces else 0.0
 
-    def _places(self, stage: StageBlueprint) -> list[Place]:
+    def _places(self, stage: StageBlueprint) -> list[StagePlace]:
         rank, found = self.rank, []
         away = layers_away(rank, stage)
         memories = self.layers.of_stage(rank, stage)
@@ -121,7 +121,7 @@ class StepMoments:
             frozen = rank.frozen_numel(range(number, number + 1))
             trained = experts - frozen[0], others - frozen[1]
             numels = experts + others, experts, sum(trained), trained[0], widest[kind]
-            found.append(Place(memory, min(adding[i], memory.backward), stays, *numels))
+            found.append(StagePlace(memory, min(adding[i], memory.backward), stays, *numels))
         return found
 
     def all(self) -> Iterator[Moment]:
@@ -175,7 +175,7 @@ class StepMoments:
         found: Bytes = seen.in_flight * message + seen.handed.sum(axis=1) * rank.stream
         return found
 
-    def _with_backward(self, chunk: int) -> list[Place]:
+    def _with_backward(self, chunk: int) -> list[StagePlace]:
         return self.places[chunk][self.rank.stages[chunk].without_backward :]
 
     def _shared(self, chunk: int) -> float:
@@ -323,7 +323,7 @@ class StepMoments:
             return self._gathered_with(0)
         return max(self._gathered_with(place.numel) + self._copy_of(place) for place in places)
 
-    def _copy_of(self, place: Place) -> float:
+    def _copy_of(self, place: StagePlace) -> float:
         """Returns the bytes of the buffer from which FSDP2 copies a layer's parameters.
 
         In a forward, a buffer exists beside the parameters until the next all-gather. Experts that
@@ -452,7 +452,7 @@ class StepMoments:
         return found | {ENDS: ends}
 
 
-def ahead(places: list[Place], i: int) -> int:
+def ahead(places: list[StagePlace], i: int) -> int:
     """Returns the number of elements that FSDP2 gathers ahead during the backward of a layer.
 
     They belong to the unit before the layer, which is the experts of the previous layer if it has

@@ -16,7 +16,7 @@ from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.in_flight import States
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
-from parallel3d.estimate.moments import ENDS, FP32, Bytes, Moment, Place, StepMoments, ahead
+from parallel3d.estimate.moments import ENDS, FP32, Bytes, Moment, StagePlace, StepMoments, ahead
 from parallel3d.models.survey import OwnModelConfig
 from parallel3d.schedules.actions import Kind
 from parallel3d.trace.own_trace import ModelTrace, PartTrace, WantedParts, spans, traces_of
@@ -96,7 +96,7 @@ class _OwnMoments(StepMoments):
             found.append(place[1] if here and place is not None else None)
         return found
 
-    def _places(self, stage: StageBlueprint) -> list[Place]:
+    def _places(self, stage: StageBlueprint) -> list[StagePlace]:
         rank, parts = self.rank, self.traces.parts(stage)
         memories = [_memory(part) for part in parts]
         adding = [memory.backward for memory in memories]
@@ -116,13 +116,13 @@ class _OwnMoments(StepMoments):
             mine = range(0) if layer is None else range(layer, layer + 1)
             is_head = layer is None and i > 0
             ends = StageBlueprint.plain(range(0), layer is None and not is_head, is_head)
-            widest = max((p.numel for p in rank.held(ends, mine)), default=0)
-            adding[i] += FP32 * widest * self.adds
+            numels = [p.numel for p in rank.held(ends, mine)] or [0]
+            adding[i] += FP32 * max(numels) * self.adds
             first = min(adding[i], memory.backward)
-            found.append(Place(memory, first, freed[i], numel, 0, trained, 0, widest))
+            found.append(StagePlace(memory, first, freed[i], numel, 0, trained, 0, numels[-1]))
         return found
 
-    def _with_backward(self, chunk: int) -> list[Place]:
+    def _with_backward(self, chunk: int) -> list[StagePlace]:
         stage = self.rank.stages[chunk]
         without = stage.without_backward + (stage.first and stage.without_backward > 0)
         return self.places[chunk][without:]
@@ -192,6 +192,7 @@ class _OwnMoments(StepMoments):
             if frees:
                 wide -= rank.item * place.trained
             alone = self._gathered_with(before.numel if before else 0)
+            # FSDP2 still refers to the last gradient that it has copied.
             result = sums * (FP32 * place.trained / rank.replicas + rank.item * place.widest)
             given = max(sums * rank.item * place.trained, result)
             of_x = float(sum(part.x))

@@ -24,7 +24,7 @@ from parallel3d.topology.assumptions import preset
 from parallel3d.trace.world import machine_without_values
 
 H = 256
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 class Series(nn.Module):
