@@ -6,6 +6,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 USER_ERROR = 2  # the exit code after a Parallel3dError
 
@@ -49,6 +50,24 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its class name if there is no message."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ALLOCATOR_ADVICE.sub("", line)
+
+
+def users_place(error: BaseException) -> str:
+    """Returns where code outside of this package, Python and all that is installed raised an error.
+
+    The innermost such frame is spelled as in " at my_model.py:12"; without one it is "".
+    """
+    import sysconfig  # needed after an error alone
+    import traceback
+
+    paths = sysconfig.get_paths()
+    others = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others.append(Path(__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename).absolute()
+        if file.exists() and not any(map(file.is_relative_to, others)):
+            return f" at {frame.filename}:{frame.lineno}"
+    return ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

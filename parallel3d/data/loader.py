@@ -34,7 +34,7 @@ from parallel3d.data.sampler import (
     TrainingText,
 )
 from parallel3d.device import accelerator
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, users_place
 from parallel3d.experts.balance import Balance
 from parallel3d.models.layer_inputs import LayerInputs
 
@@ -237,7 +237,14 @@ class Batches:
 
     def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
         if self._ahead is None:
-            sample = self.source.sample(i)
+            try:
+                sample = self.source.sample(i)
+            except UserError:
+                raise
+            except Exception as error:
+                if place := users_place(error):
+                    error.add_note(f"The error was raised by sample({i}){place}.")
+                raise
             if self._vocab_size is None or self._fields is not None:
                 return sample
             return checked(sample, i, self._vocab_size)

@@ -264,7 +264,7 @@ class FirstSamples:
         if i < self.count:
             return sample
         if isinstance(sample, Sample):
-            return sample._replace(loss_mask=np.zeros(self.seq_length, np.bool_))
+            return sample._replace(loss_mask=np.zeros_like(np.asarray(sample.loss_mask)))
         zeros = np.zeros_like(np.asarray(sample[LOSS_MASK]))
         return {**sample, LOSS_MASK: zeros}
 

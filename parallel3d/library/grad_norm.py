@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from parallel3d.parameters.state import ParameterState, state_of
 from parallel3d.private_names import backward_hooks, foreach_mul_, is_of_fsdp1
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
+
+M = TypeVar("M", bound=nn.Module)
 
 SAME = 1e-3  # maximum relative difference at which copies of a gradient count as equal
 NOISE = 1e-5  # differences below this share of the whole norm count as rounding noise
@@ -291,7 +294,7 @@ class _Sum:
         return reduce_from_tensor_parallel(whole, self.group)
 
 
-def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
+def sum_gradients_over(module: M, group: GroupLike = None) -> M:
     """All-reduces the gradients of `module`'s parameters over `group` in every backward.
 
     A module needs this if its parameters are replicated, but its input contains only this rank's
@@ -302,6 +305,9 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
 
     Call it once, before the first backward. Backwards are then collective over `group`, where None
     stands for all ranks.
+
+    Returns:
+        `module`, so that a constructor may say `self.norm = sum_gradients_over(Norm(8), group)`.
 
     Raises:
         UserError: a parameter belongs to a tensor-parallel layer, is under `fully_shard` or is
@@ -342,6 +348,7 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
         state.is_partial = True
         if ranks.size > 1:
             state.unhook = parameter.register_hook(_Sum(ranks)).remove
+    return module
 
 
 def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: float = 0.0) -> None:

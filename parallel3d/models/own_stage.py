@@ -22,7 +22,7 @@ from parallel3d.data_parallel.build import ShardedLayer
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, users_place
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.architecture import StageModule
 from parallel3d.models.checkpointing import recomputed
@@ -186,7 +186,8 @@ class OwnStage(StageModule):
         except Exception as error:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(x))
             given = f", which was given x of shape {shapes}" if shapes else ""
-            error.add_note(f"The error was raised in {part} of {name_of(self.model)}{given}.")
+            place = f"{part} of {name_of(self.model)}{users_place(error)}"
+            error.add_note(f"The error was raised in {place}{given}.")
             raise
 
 

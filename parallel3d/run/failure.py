@@ -155,6 +155,8 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
         text = f"in {awaited}: {text}"
     if divergence is not None:
         text = f"{divergence}; {text}"
+    for note in getattr(error, "__notes__", ()):  # where in the user's code it was raised
+        text = f"{text.rstrip('.')}. {note.rstrip('.')}"
     text = text.encode("utf-8", "backslashreplace").decode()  # file names may not be UTF-8
     where, diverged = innermost_place(error.__traceback__), divergence is not None
     layout, phase = layout_of(config), worker.phase

@@ -79,6 +79,12 @@ def test_samples_beyond_the_last_are_masked() -> None:
     assert [float(each["loss_mask"]) for each in found] == [1.0, 0.5, 0.0, 0.0]
 
 
+def test_texts_beyond_the_last_are_masked_for_a_source_without_a_length() -> None:
+    text = Sample(np.arange(5), np.array([1, 1, 0, 1], bool))
+    last = FirstSamples(Named(text), 1).sample(1)  # type: ignore[arg-type]
+    assert last.loss_mask.tolist() == [False] * 4
+
+
 ONE = {"x": 1.0, "y": 2}
 BAD: dict[str, tuple[list[Any], str]] = {
     "a list": ([[1.0]], "sample 4 is of type list, but a sample must be a p3d.Sample, or a mappi"),

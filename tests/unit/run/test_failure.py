@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
-from parallel3d.errors import TrainingFailure, UserError, closest
+from parallel3d.errors import TrainingFailure, UserError, closest, users_place
 from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import layout_of
 from parallel3d.run import failure, local_workers
@@ -104,6 +105,20 @@ def test_sentence_names_rank_coordinates_host_phase_and_place() -> None:
     assert words.startswith("rank 5 (pp 1, dp 0, tp 1) on ")
     assert "failed in train step 3 at parallel3d/errors.py:" in words
     assert "TypeError" in words
+
+
+def test_sentence_names_the_line_of_the_users_code_and_what_was_called() -> None:
+    def fails() -> None:
+        try:
+            closest(3, None, 9)
+        except TypeError as error:
+            error.add_note(f"The error was raised in layers.0{users_place(error)}.")
+            raise
+
+    words = from_exception(CONFIG, worker(5), caught(fails)).sentence()
+    assert re.search(
+        r"TypeError: .*\. The error was raised in layers.0 at \S+_failure.py:\d+", words
+    )
 
 
 def test_a_killed_rank_is_reported_with_the_signals_name() -> None:
