@@ -54,33 +54,41 @@ class Bytes:
         return p3d.Sample(rng.integers(0, 9, self.seq_length + 1), rng.random(32) < 0.8)
 
 
-def parts_of(name: str, folder: Path) -> dict[str, Any]:
-    """Returns what an example, or the first script of the page, gives `p3d.fit`."""
+def script_of(name: str, folder: Path) -> Path:
+    """Returns an example, or the first script of the page, which it writes to `folder`."""
+    if name != PAGE.stem:
+        return EXAMPLES / f"{name}.py"
+    code = PAGE.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    (folder / "my_train.py").write_text(code, encoding="utf-8")
+    return folder / "my_train.py"
+
+
+def parts_of(script: Path) -> dict[str, Any]:
+    """Returns what a script gives `p3d.fit`."""
     given: dict[str, Any] = {}
-    script = EXAMPLES / f"{name}.py"
-    if name == PAGE.stem:
-        script = folder / "my_train.py"
-        code = PAGE.read_text("utf-8").split("```python\n")[1].split("```")[0]
-        script.write_text(code, encoding="utf-8")
     with patch.object(p3d, "fit", lambda words, **parts: given.update(words=words, **parts)):
         runpy.run_path(str(script), run_name="__main__")
     return given
 
 
-def train(sizes: tuple[int, ...], keys: Mapping[str, Any], name: str, folder: Path) -> Result:
+def train(sizes: tuple[int, ...], keys: Mapping[str, Any], script: Path) -> Result:
     """Trains a script's model with its own keys, on every rank."""
-    given, groups = parts_of(name, folder), plain_groups(Layout(*sizes))
+    given, groups = parts_of(script), plain_groups(Layout(*sizes))
     words = dict(word.split("=", 1) for word in given["words"])
     own = {"optim.name": OWN} if "optimizer" in given else {}
     values = {
         **{key: float(value) if "e-" in value else int(value) for key, value in words.items()},
         **{"tp": groups.layout.tp, "pp": groups.layout.pp},
         **{"global_batch_size": BATCH, "micro_batch_size": 2, "precision.name": "fp64"},
-        **{"train.steps": STEPS, "train.eval_every": 0, "sp": name == "own_llama" and sizes[0] > 1},
+        **{
+            "train.steps": STEPS,
+            "train.eval_every": 0,
+            "sp": script.stem == "own_llama" and sizes[0] > 1,
+        },
         **own,
         **keys,
     }
-    small = {"seq_length": 32} if name == "own_llama" else {}
+    small = {"seq_length": 32} if script.stem == "own_llama" else {}
     config = with_values(Config(), values)
     config = dataclasses.replace(config, model=own_config(ModelConfig(), given["model"](**small)))
     source = given.get("train", Bytes())
@@ -101,9 +109,10 @@ def train(sizes: tuple[int, ...], keys: Mapping[str, Any], name: str, folder: Pa
 def test_an_example_trains_equally_on_one_rank_and_on_several(
     name: str, pool: Pool, tmp_path: Path
 ) -> None:
-    (alone,) = pool.run(1, train, (1, 1, 1), {}, name, tmp_path)
+    script = script_of(name, tmp_path)
+    (alone,) = pool.run(1, train, (1, 1, 1), {}, script)
     for sizes, keys in LAYOUTS:
-        found = pool.run(Layout(*sizes).world_size, train, sizes, keys, name, tmp_path)[0]
+        found = pool.run(Layout(*sizes).world_size, train, sizes, keys, script)[0]
         assert differences(found, alone, LIMIT) == [], (sizes, keys)
 
 
