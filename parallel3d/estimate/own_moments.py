@@ -14,6 +14,7 @@ import numpy as np
 
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.in_flight import States
+from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.estimate.layer_memory import LayerMemories, LayerMemory
 from parallel3d.estimate.moments import ENDS, FP32, Bytes, Moment, StagePlace, StepMoments, ahead
@@ -116,11 +117,24 @@ class _OwnMoments(StepMoments):
             mine = range(0) if layer is None else range(layer, layer + 1)
             is_head = layer is None and i > 0
             ends = StageBlueprint.plain(range(0), layer is None and not is_head, is_head)
-            numels = [p.numel for p in rank.held(ends, mine)] or [0]
-            adding[i] += FP32 * max(numels) * self.adds
+            held = rank.held(ends, mine)
+            numels = [p.numel for p in held] or [0]
+            # A split layer adds its gradient to the sum in the product itself, unlike a plain one,
+            # whose trace has the gradient.
+            fused = max((p.numel for p in held if p.name in self._split), default=0)
+            adding[i] += FP32 * fused * self.adds
             first = min(adding[i], memory.backward)
             found.append(StagePlace(memory, first, freed[i], numel, 0, trained, 0, numels[-1]))
         return found
+
+    @cached_property
+    def _split(self) -> frozenset[str]:
+        """Names of the parameters that tensor parallelism divides."""
+        rank, model = self.rank, self.rank.blueprint.model
+        stages = (rank.held(stage, stage.layers) for stage in rank.stages)
+        names = {p.name for held in stages for p in held}
+        whole = stage_parameters(model, 2, range(model.num_layers), True, True)
+        return frozenset(p.name for p in whole if not p.replicated and p.name in names)
 
     def _with_backward(self, chunk: int) -> list[StagePlace]:
         stage = self.rank.stages[chunk]
