@@ -79,7 +79,7 @@ def findings_of_one_process(make: MakeTrainer, config: Config) -> list[ModelFind
         return [ModelFinding(str(error), stops=True)]
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
-        said = f"{type(error).__name__}: {first_line(error)}"
+        said = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
         return [ModelFinding(f"one process fails with {said}. {notes}".strip(), stops=True)]
 
 
@@ -105,6 +105,8 @@ class _Calls:
             whole = self._call(part, given, self.inputs)
             if sentence := self._foreign(part, whole):
                 yield ModelFinding(sentence, fails=crosses, stops=crosses)
+            if sentence := self._of_no_part(part, whole):
+                yield ModelFinding(sentence, stops=crosses)
             whole = _detached(whole)
             if not _close(whole, _detached(self._call(part, given, self.inputs))):
                 yield ModelFinding(_drawing(part, module))
@@ -135,12 +137,22 @@ class _Calls:
                 )
         return None
 
+    def _of_no_part(self, part: str, out: Any) -> str | None:
+        """Returns a sentence if a part computes with a trained tensor that no part holds."""
+        strange = parameters_behind(tensors_in(out)) - set(self.stage.parameters())
+        if not strange:
+            return None
+        shapes = _listed(sorted({str(tuple(tensor.shape)) for tensor in strange}))
+        return (
+            f"{part} computes with a tensor of shape {shapes} that requires a gradient but belongs "
+            "to no part, as one that the model's object holds: it is neither trained nor saved, "
+            f"and ranks without the part that made it do not have it; make it a parameter of {part}"
+        )
+
     def _loss(self, whole: Any, alone: Sequence[Any]) -> Iterator[ModelFinding]:
         """Yields a finding if the loss of the samples is not the sum of the losses of each."""
-        of_whole = self.stage.model.loss(whole, self.inputs)
-        of_each = [
-            self.stage.model.loss(x, one) for x, one in zip(alone, self.singles, strict=True)
-        ]
+        of_whole = self.stage.run_loss(whole, self.inputs)
+        of_each = [self.stage.run_loss(x, one) for x, one in zip(alone, self.singles, strict=True)]
         total, count = float(of_whole.sum), float(of_whole.count)
         totals = math.fsum(float(one.sum) for one in of_each)
         counts = math.fsum(float(one.count) for one in of_each)
@@ -293,10 +305,14 @@ def _near(a: float, b: float) -> bool:
 
 
 class Print(NamedTuple):
-    """A fingerprint of a part's output for one sample; sums over the slices of tp add up."""
+    """A fingerprint of a part's output for one sample; sums over the slices of tp add up.
+
+    After a norm the total and the squares hardly depend on the values, but the magnitudes do.
+    """
 
     numel: int
     total: float
+    magnitudes: float
     squares: float
 
     def differs(self, other: Print, limit: float = SAME) -> bool:
@@ -304,6 +320,7 @@ class Print(NamedTuple):
         return not (
             self.numel == other.numel
             and abs(self.total - other.total) <= limit * scale
+            and abs(self.magnitudes - other.magnitudes) <= limit * scale
             and abs(self.squares - other.squares) <= limit * max(other.squares, 1e-300)
         )
 
@@ -313,6 +330,7 @@ class Print(NamedTuple):
         return cls(
             sum(each.numel() for each in found),
             math.fsum(float(each.sum()) for each in found),
+            math.fsum(float(each.abs().sum()) for each in found),
             math.fsum(float(each.square().sum()) for each in found),
         )
 
@@ -537,11 +555,13 @@ def _of_gradients(
             others.append(name)
     if lacking:
         module = lacking[0].rpartition(".")[0]
+        others_there = {n for n in wanted if n.startswith(f"{module}.")} - set(lacking)
+        where = (lacking[0], "") if others_there else (module, " for its module")
         yield (
             f"each rank of tp has a part of the gradient of {_listed(lacking)}, and the sum of the "
             "parts is the gradient of one process: the parameter lies between two split layers and "
             "sees a part of the features, heads or tokens. Call "
-            f"p3d.sum_gradients_over({module}, parallel.tp) for its module"
+            f"p3d.sum_gradients_over({where[0]}, parallel.tp){where[1]}"
         )
     if twice:
         module = twice[0].rpartition(".")[0]

@@ -23,7 +23,7 @@ from parallel3d.private_names import backward_hooks, foreach_mul_, is_of_fsdp1
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
-M = TypeVar("M", bound=nn.Module)
+Part = TypeVar("Part", bound="nn.Module | nn.Parameter")
 
 SAME = 1e-3  # maximum relative difference at which copies of a gradient count as equal
 NOISE = 1e-5  # differences below this share of the whole norm count as rounding noise
@@ -294,7 +294,7 @@ class _Sum:
         return reduce_from_tensor_parallel(whole, self.group)
 
 
-def sum_gradients_over(module: M, group: GroupLike = None) -> M:
+def sum_gradients_over(module: Part, group: GroupLike = None) -> Part:
     """All-reduces the gradients of `module`'s parameters over `group` in every backward.
 
     A module needs this if its parameters are replicated, but its input contains only this rank's
@@ -306,6 +306,10 @@ def sum_gradients_over(module: M, group: GroupLike = None) -> M:
     Call it once, before the first backward. Backwards are then collective over `group`, where None
     stands for all ranks.
 
+    Args:
+        module: a module, or one parameter, such as a factor that lies beside split layers.
+        group: the ranks that hold copies of the parameters.
+
     Returns:
         `module`, so that a constructor may say `self.norm = sum_gradients_over(Norm(8), group)`.
 
@@ -314,13 +318,14 @@ def sum_gradients_over(module: M, group: GroupLike = None) -> M:
             summed already, or no parameter requires a gradient. Nothing is changed then.
     """
     ranks = group_of(group)
-    split = {
-        id(p)
-        for part in module.modules()
-        if isinstance(part, ShardedModule)
-        for p in part.parameters()
-    }
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    split: set[int] = set()
+    named: list[tuple[str, nn.Parameter]]
+    if isinstance(module, nn.Parameter):
+        named = [("the parameter", module)] if module.requires_grad else []
+    else:
+        shards = (part for part in module.modules() if isinstance(part, ShardedModule))
+        split = {id(p) for part in shards for p in part.parameters()}
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         raise UserError(
             "sum_gradients_over(module) must have a parameter that requires a gradient; pass the "

@@ -143,9 +143,7 @@ class OwnStage(StageModule):
         if self.head is None:
             return x
         self.gathers.wait_for(HEAD)
-        outputs = self.run_part(HEAD, self.head, inputs, x=x)
-        with self._named("loss"):
-            return self.sums.add(self.model.loss(outputs, inputs))
+        return self.sums.add(self.run_loss(self.run_part(HEAD, self.head, inputs, x=x), inputs))
 
     def take_sums(self) -> LossSums:
         """Returns and clears what the losses have counted since the last call."""
@@ -175,6 +173,19 @@ class OwnStage(StageModule):
         if part != HEAD:
             _check_output(out, part, name_of(self.model))
         return out
+
+    def run_loss(self, outputs: Any, inputs: LayerInputs) -> Any:
+        """Returns the loss of what the head gave. Raises UserError if it changes a sample."""
+        before = {name: field._version for name, field in inputs.batch.items()}
+        with self._named("loss"):
+            loss = self.model.loss(outputs, inputs)
+        for name, field in inputs.batch.items():
+            if before.get(name) != field._version:
+                raise UserError(
+                    f'the loss of {name_of(self.model)} changes inputs.batch["{name}"] in place, '
+                    "which a repeated call still reads; make a new tensor, as by x.clone()"
+                )
+        return loss
 
     @contextmanager
     def _named(self, part: str, x: Any = None) -> Iterator[None]:

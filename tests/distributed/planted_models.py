@@ -102,6 +102,27 @@ class MissingSum(Sound):
         return Block(self.hidden, parallel, sums=False)
 
 
+class Scaled(Block):
+    def __init__(self, hidden: int, parallel: p3d.Parallel, sums: bool) -> None:
+        super().__init__(hidden, parallel)
+        self.factor = nn.Parameter(torch.ones(1))
+        if sums:
+            p3d.sum_gradients_over(self.factor, parallel.tp)
+
+    def split(self, x: Tensor) -> Tensor:
+        return super().split(x) * self.factor
+
+
+class MissingSumOfAParameter(Sound):
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Scaled(self.hidden, parallel, sums=False)
+
+
+class SumOfAParameter(Sound):
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Scaled(self.hidden, parallel, sums=True)
+
+
 class SummedTwice(Sound):
     def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
         made = Block(self.hidden, parallel)
@@ -140,6 +161,17 @@ class DropoutByRank(Sound):
             generator = torch.Generator().manual_seed(dist.get_rank())
             keeps = torch.rand(x.shape[-1], generator=generator) < 0.5
             return super().forward(x, inputs) * keeps
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Dropping(self.hidden, parallel) if number else Block(self.hidden, parallel)
+
+
+class DropoutByRankBeforeANorm(Sound):
+    class Dropping(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            keeps = torch.rand(x.shape[-1], generator=generator) < 0.5
+            return functional.layer_norm(super().forward(x, inputs) * keeps, x.shape[-1:])
 
     def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
         return self.Dropping(self.hidden, parallel) if number else Block(self.hidden, parallel)
@@ -263,6 +295,27 @@ class Closure(Sound):
         made = self.Calling(self.hidden, parallel)
         made.other = [self.first]
         return made
+
+
+class OfNoPart(Sound):
+    class Calling(Block):
+        other: list[nn.Module]
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return super().forward(self.other[0](x), inputs)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        made = self.Calling(self.hidden, parallel)
+        if not number:
+            self.other = [nn.Linear(8, 8)]
+        made.other = self.other
+        return made
+
+
+class InPlaceOfLabels(Sound):
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        inputs.batch["y"].sub_(1.0)
+        return super().loss(outputs, inputs)
 
 
 class InPlace(Sound):
