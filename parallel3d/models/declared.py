@@ -113,7 +113,8 @@ class KnownModel:
 
     @classmethod
     def of(cls, model: ModelConfig) -> KnownModel:
-        return cls(type(model), repr(model), model)
+        survey = survey_of(model)
+        return cls(type(model), repr(model) + ("" if survey is None else survey.digest), model)
 
 
 def kinds_of_layers(model: ModelConfig) -> tuple[LayerKind, ...]:

@@ -7,9 +7,11 @@ buckets and checkpoints read it by the functions of `declared.py`, as they read 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from parallel3d.errors import UserError
@@ -34,6 +36,11 @@ class ModelSurvey:
     blocks: tuple[Held, ...]
     block_of_layer: tuple[int, ...]
     head: Held
+
+    @cached_property
+    def digest(self) -> str:
+        """A text that two surveys share only if their models hold the same."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
     @property
     def head_elements(self) -> int:
