@@ -54,8 +54,9 @@ FROZEN = (
     *(["*.attention.*"], ["*norm*"], ["*.mlp.*"], ["head.*", "final_norm.*"]),
 )
 STATES = ("parameters", "gradients", "masters", "optimizer")
-NAMES = ("memory", "states", "bytes sent", "pinned memory")
-EVEN = (1.0, 0.0, 3.0)  # limits of all figures but memory, in per cent
+NAMES = ("memory", "states", "bytes sent", "collectives", "pinned memory")
+EVEN = (1.0, 0.0, 0.0, 3.0)  # limits of all figures but memory, in per cent
+APART = ("embedding", "world")  # groups of other ranks of the pipeline
 WORST = 8  # number of cases that are named at either end
 ROUNDED = 1e-9  # in per cent; both are sums of floats
 Keys = dict[str, Any]
@@ -65,7 +66,7 @@ class Compared(NamedTuple):
     """Figures of a case.
 
     Attributes:
-        pairs: (bytes in the dry run, bytes according to the planner), by `NAMES`.
+        pairs: (bytes or calls in the dry run, those according to the planner), by `NAMES`.
         played, said: the phases of the peak in the dry run, and according to the planner.
     """
 
@@ -221,15 +222,20 @@ def compare(keys: Keys) -> Compared:
     facts, layout = find_facts(config, config.dryrun.rank), layout_of(config)
     where = layout.coordinates(facts["rank"])
     shard = where.dp * layout.cp + where.cp
-    sent = sum(
-        wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, where.pp, shard)
-    )
+    found = transfers(config, layout, where.pp, shard)
+    sent = sum(wire_bytes(t, group_size(t.dim, layout)) for t in found)
     played = sum(group["bytes_sent"] for group in facts["groups"].values())
+    # Messages between stages are left out, and with them groups of the same ranks. A rank of a ring
+    # receives as often as it sends.
+    like_pp = {"pp"} | {dim for dim in APART if group_size(dim, layout) == layout.pp}
+    calls = sum(t.count * (1 + (t.op == "send_recv")) for t in found if t.dim not in like_pp)
+    counted = sum(group["calls"] for name, group in facts["groups"].items() if name != "pp")
     said = peak_memory(config, where.pp)
     pairs = {
         "memory": (facts["peak_bytes"], said.total),
         "states": (sum(facts["live_bytes"][name] for name in STATES), said.states),
         "bytes sent": (played, sent),
+        "collectives": (counted, calls),
         "pinned memory": (facts["host_bytes"], host_memory(config, where.pp)),
     }
     return Compared(pairs, facts["peak_in"], said.phase)
@@ -250,7 +256,7 @@ def _words(keys: Keys) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Prints the tables. Returns 0 if in all cases memory is at most `--below` per cent below and
-    `--above` above, and bytes sent are equal, else 1."""
+    `--above` above, and collectives and bytes sent are equal, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--random", type=int, default=60, metavar="N", help="cases to draw")
     parser.add_argument("--seed", type=int, default=0)

@@ -375,6 +375,11 @@ class FlatShard(NamedTuple):
     spans: list[tuple[LocalParameter, int, int]]
     shared: int
 
+    @classmethod
+    def of(cls, spans: list[tuple[LocalParameter, int, int]]) -> FlatShard:
+        last = (p.owners * min(n, first + n - (p.numel - p.shared)) for p, first, n in spans)
+        return cls(spans, sum(n for n in last if n > 0))
+
     @property
     def numel(self) -> int:
         return sum(count for _, _, count in self.spans)
@@ -406,8 +411,7 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
             shards, at = rank.shards_of(p), rank.index_of(p)
             most = sharded_numel(p, shards)
             first, end = (min(p.numel, most * i) for i in (at, at + 1))
-            shared = p.owners * (end - first if p.shared == p.numel else p.shared)
-            found.append(FlatShard([(p, first, end - first)], shared))
+            found.append(FlatShard.of([(p, first, end - first)]))
     for bucket in buckets_of(rank):
         shards = rank.shards_of(bucket[0])
         own = bucket_numel(bucket, rank) // shards
@@ -419,9 +423,7 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
             if first < end:
                 by_kind[p.decays, p.replicated].append((p, first, end - first))
             offset += p.numel
-        for spans in by_kind.values():
-            last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in spans]
-            found.append(FlatShard(spans, sum(n for n in last if n > 0)))
+        found += [FlatShard.of(spans) for spans in by_kind.values()]
     return found
 
 

@@ -44,6 +44,8 @@ class SentCalls(NamedTuple):
         again: number of additional calls if the backward recomputes attention.
         what: content of the buffer, for reports.
         backward: the number of calls in the backward, which `count` includes.
+        of_results: whether the calls send the results of attention, which attention itself does not
+            keep. A recomputation of attention alone only needs them if the next layer keeps them.
     """
 
     op: str
@@ -52,6 +54,7 @@ class SentCalls(NamedTuple):
     again: Number
     what: str
     backward: Number
+    of_results: bool = False
 
 
 def sends(
@@ -83,7 +86,7 @@ def sends(
         copies = np.maximum(cp / w.key_heads, 1)  # each rank needs at least one key-value head
         queries = tokens * w.queries * item
         yield SentCalls("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences", 1)
-        yield SentCalls("all_to_all", queries, 2, 1, "results of heads", 1)
+        yield SentCalls("all_to_all", queries, 2, 1, "results of heads", 1, of_results=True)
 
 
 @functools.lru_cache(maxsize=256)

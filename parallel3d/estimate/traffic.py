@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain, pairwise, product
 
@@ -20,6 +20,7 @@ from parallel3d.blueprint.rank import (
     flat_shards,
     sharded_numel,
 )
+from parallel3d.blueprint.sizes import Number
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate.attention_traffic import (
     HeadWidths,
@@ -110,7 +111,8 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
         yield Transfer("tp", "reduce_scatter", every, back, "gradients of q and k")
     for module, numbers in norms_over_tp(blueprint.model, of.kind).items():
         sums = numbers * rank.tokens * max(rank.item, STATISTIC_BYTES)
-        twice = recomputed * repeats.mixer + layers * (module in gradients.norms)
+        twice = recomputed * _repeats_attention(rank, products, gradients)
+        twice += layers * (module in gradients.norms)
         yield Transfer("tp", "all_reduce", sums, layers + twice, "norms over split dimensions")
     cut = rank.mlp_chunks
     apart = recomputed if cut > 1 else 0  # number of MLPs whose two GEMMs communicate in chunks
@@ -140,6 +142,23 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
 def _reaches_queries(products: Sequence[LayerProduct], gradients: Gradients) -> bool:
     """Returns whether the queries of a layer's attention have a gradient."""
     return any(each.outputs == "queries" and gradients.reach(each) for each in products)
+
+
+def _keeps_results(products: Sequence[LayerProduct], gradients: Gradients) -> bool:
+    """Returns whether the product with the results of a layer's attention keeps them."""
+    return any(each.inputs == "queries" and each.name in gradients.weights for each in products)
+
+
+def _repeats_attention(
+    rank: PipelineRank, products: Sequence[LayerProduct], gradients: Gradients
+) -> bool:
+    """Returns whether the attention of a layer with a recomputation is repeated.
+
+    By itself, it is only repeated for its own backward, or for the product with its results.
+    """
+    repeats = rank.blueprint.layer.repeats
+    needed = _reaches_queries(products, gradients) or _keeps_results(products, gradients)
+    return repeats.layer or (repeats.attention and needed)
 
 
 def _split(products: Sequence[LayerProduct]) -> tuple[int, int]:
@@ -347,28 +366,33 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the cp traffic of attention (context_parallel/attention.py), and of other mixers."""
     blueprint = rank.blueprint
-    every = [
-        (
-            of,
-            _reaches_queries(products_of(blueprint.model, of.kind), by),
-            (of.kind.window, heads_of(of.kind), of.kind.head_size),
-        )
-        for of, by in rank.layers_alike()
-        if of.kind.mixer == ATTENTION
-    ]
-    for like in dict.fromkeys(like for _, _, like in every):
-        alike = [(of, back) for of, back, each in every if each == like]
-        layers = sum(of.layers for of, _ in alike)
-        with_backward = sum(of.layers for of, back in alike if back)
-        recomputed = sum(of.recomputed for of, back in alike if back)
-        groups, calls = _attention(rank, alike[0][0].kind)
+    alike: dict[Hashable, list[tuple[LayersOfKind, Gradients]]] = defaultdict(list)
+    for of, by in rank.layers_alike():
+        if of.kind.mixer == ATTENTION:
+            alike[of.kind.window, heads_of(of.kind), of.kind.head_size].append((of, by))
+    for layers in alike.values():
+        groups, calls = _attention(rank, layers[0][0].kind)
         for sent in calls:
-            count = layers * (sent.count - sent.backward) + with_backward * sent.backward
-            count += blueprint.layer.repeats.mixer * recomputed * sent.again
+            count = sum(_attention_calls(rank, sent, of, by) for of, by in layers)
             count *= blueprint.microbatches * groups
             yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
     if rank.layout.cp > 1:
         yield from _traced_mixers(rank)
+
+
+def _attention_calls(
+    rank: PipelineRank, sent: SentCalls, of: LayersOfKind, gradients: Gradients
+) -> Number:
+    """Returns the number of these calls in attention of some layers, for a micro-batch."""
+    products = products_of(rank.blueprint.model, of.kind)
+    forward, again = sent.count - sent.backward, sent.again
+    reached = _reaches_queries(products, gradients)
+    if not reached:
+        again = forward  # all of it, since no backward follows
+    elif sent.of_results and not rank.blueprint.layer.repeats.layer:
+        again *= _keeps_results(products, gradients)
+    again *= _repeats_attention(rank, products, gradients)
+    return of.layers * (forward + reached * sent.backward) + of.recomputed * again
 
 
 def _traced_mixers(rank: PipelineRank) -> Iterator[Transfer]:

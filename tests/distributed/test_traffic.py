@@ -205,12 +205,17 @@ LOSSES = {"losses": (0.01, 0.001)}
 # Two sliding layers, the first and the last; a rank's halo depends on its place.
 WINDOW = {**LLAMA, "model.layer_types": ["sliding", "full"], "model.sliding_window": 3}
 # Frozen parameters: all but the head; the first layers and half of one; one of two matrices of each
-# MLP; all matrices of attention and experts.
+# MLP; all matrices of attention and experts; what is before the product with attention's results.
 HEAD = {**UNTIED, "freeze": ["embedding.*", "layers.*", "final_norm.*"]}
 FIRST = {
     **UNTIED,
     "freeze": ["embedding.*", "layers.0.*", "layers.1.input_norm.*", "layers.1.attention.*"],
 }
+OUTPUT = {
+    **UNTIED,
+    "freeze": ["embedding.*", "layers.0.*", "layers.1.input_norm.*", "layers.1.attention.[qkv].*"],
+}
+FULL = {"recompute": "full"}
 UP = {"freeze": ["*.mlp.up.*", "*.mlp.gate.*"]}
 IN_EXPERTS = {"freeze": ["*.attention.*", "*.experts.*", "embedding.*"]}
 # By number of ranks, so that one run of the pool has all cases of that number.
@@ -263,6 +268,10 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "tp2 sp frozen": (Layout(tp=2), {**LLAMA, **FIRST, "sp": True}),
         "tp2 sp frozen but the head": (Layout(tp=2), {**HEAD, "sp": True}),
         "tp2 frozen but the head": (Layout(tp=2), {**FULL_NORM, **HEAD, **GATHER_QK}),
+        "tp2 norms over all heads frozen, not repeated": (
+            Layout(tp=2),
+            {**FULL_NORM, **FIRST, "recompute": "[attention]"},
+        ),
         "tp2 sp up frozen": (Layout(tp=2), {**LLAMA, **UP, "sp": True, "chunks": 2}),
         "pp2 frozen": (Layout(pp=2), {**LOOPS, **FIRST}),
         "dp2 zero1 frozen": (Layout(dp=2), {"zero": 1, **FIRST}),
@@ -270,6 +279,15 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "dp2 zero3 frozen": (Layout(dp=2), {"zero": 3, **FIRST}),
         "dp2 zero3 frozen but the head": (Layout(dp=2), {"zero": 3, **HEAD}),
         "cp2 frozen": (Layout(cp=2), {**HEADS, **FIRST}),
+        "cp2 attention frozen, repeated": (
+            Layout(cp=2),
+            {**HEADS, "freeze": ["*.attention.*"], "recompute": "[attention]"},
+        ),
+        "cp2 attention before what is trained": (Layout(cp=2), {**LLAMA, **FIRST, **FULL}),
+        "cp2 only the output of attention is trained": (
+            Layout(cp=2),
+            {**HEADS, **OUTPUT, "recompute": "[attention]"},
+        ),
         "cp2 muon frozen": (Layout(cp=2), {**MUON, **FIRST, "zero": 1}),
         "dp2 ep2 gathered frozen": (Layout(dp=2, ep=2), {**GATHERED, **GATED, **IN_EXPERTS}),
         "dp2 ep2 sent frozen": (Layout(dp=2, ep=2), {**SENT, **FIRST, "recompute": "[mlp]"}),
@@ -295,6 +313,10 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
             {**QWEN3, "sp": True, "model.attention_bias": "qkv"},
         ),
         "tp2 dp2 norms of heads zero3": (Layout(tp=2, dp=2), {**QWEN3, "zero": 3}),
+        "tp2 dp2 shared heads zero3": (
+            Layout(tp=2, dp=2),
+            {**LLAMA, "model.num_query_groups": 1, "zero": 3},
+        ),
         "tp4 sp q and k gathered recompute": (
             Layout(tp=4),
             {**GATHER_QK, **LLAMA, "sp": True, "recompute": "full"},
