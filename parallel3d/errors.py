@@ -7,6 +7,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import traceback
 
 USER_ERROR = 2  # the exit code after a Parallel3dError
 
@@ -52,22 +56,31 @@ def first_line(error: BaseException) -> str:
     return ALLOCATOR_ADVICE.sub("", line)
 
 
-def users_place(error: BaseException) -> str:
-    """Returns where code outside of this package, Python and all that is installed raised an error.
+def users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Returns the innermost frame of the user's code in an error's traceback, or None.
 
-    The innermost such frame is spelled as in " at my_model.py:12"; without one it is "".
+    It is outside of this package and Python, and outside of installed packages if any frame is.
     """
     import sysconfig  # needed after an error alone
     import traceback
 
     paths = sysconfig.get_paths()
-    others = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    others.append(Path(__file__).parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename).absolute()
-        if file.exists() and not any(map(file.is_relative_to, others)):
-            return f" at {frame.filename}:{frame.lineno}"
-    return ""
+    installed = [Path(paths["purelib"]), Path(paths["platlib"])]
+    never = [Path(paths["stdlib"]), Path(__file__).parent]
+    for others in (installed, [path / name for path in installed for name in ("torch", "numpy")]):
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            file = Path(frame.filename).absolute()
+            # The installed packages are inside of Python's own folder.
+            of_python = never if not any(map(file.is_relative_to, installed)) else never[1:]
+            if file.exists() and not any(map(file.is_relative_to, [*of_python, *others])):
+                return frame
+    return None
+
+
+def users_place(error: BaseException) -> str:
+    """Returns the place of `users_frame` as in " at my_model.py:12", or "" without one."""
+    frame = users_frame(error)
+    return f" at {frame.filename}:{frame.lineno}" if frame else ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -15,7 +15,6 @@ import inspect
 import os
 import re
 import sys
-import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from parallel3d.cli.preset_files import experiment_files, own_presets
 from parallel3d.cli.words import braces, keys_of, option
 from parallel3d.config.fields import REQUIRED, all_keys, allowed, check_value, sections_of, show
 from parallel3d.config.values import key
-from parallel3d.errors import UserError, first_line, nearest_hint
+from parallel3d.errors import UserError, first_line, nearest_hint, users_frame
 from parallel3d.models.survey import TARGET, OwnModelConfig, unbound
 from parallel3d.run_config import AnyConfig, Config
 
@@ -226,12 +225,8 @@ def _said(error: BaseException) -> str:
     message = first_line(error)
     name = type(error).__name__
     said = name if message == name else f"{name}: {message}"
-    package = str(Path(__file__).resolve().parent.parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if package not in f.filename]
-    frames = [f for f in frames if not f.filename.startswith("<")]
-    return (
-        f"{said} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else said
-    )
+    frame = users_frame(error)
+    return f"{said} ({Path(frame.filename).name}, line {frame.lineno})" if frame else said
 
 
 # Its fields

@@ -103,9 +103,17 @@ number = 3
 '''
 EXITS = "import sys\nsys.exit(3)\n"
 RAISES = "def far():\n    raise KeyError('weights')\nfar()\n"
+WITHIN = "import torch\ntorch._refs.add(torch.ones(2), torch.ones(3))\n"
 BROKEN = "class Chain(\n"
 STARTS = "import parallel3d as p3d\np3d.fit(arguments=[])\n"
-MODULES = {MODULE: CODE, "exits": EXITS, "raises": RAISES, "broken": BROKEN, "starts": STARTS}
+MODULES = {
+    MODULE: CODE,
+    "exits": EXITS,
+    "raises": RAISES,
+    "within": WITHIN,
+    "broken": BROKEN,
+    "starts": STARTS,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +152,9 @@ BAD = [
         ["model._target_=raises.Chain"],
         "importing raises raises KeyError: 'weights' (raises.py, line 2)",
     ),
+    # an error that torch raises is placed at the line that called torch
+    (["model._target_=within.Chain"], "raises RuntimeError: Attempting to broadcast"),
+    (["model._target_=within.Chain"], "(within.py, line 2)"),
     (["model._target_=starts.Chain"], "imports a script that calls fit: put the call below if"),
     (["model._target_=broken.Chain"], "importing broken raises SyntaxError"),
     (["model._target_=needs_more.Chain"], "ModuleNotFoundError: No module named 'there_is_no"),
