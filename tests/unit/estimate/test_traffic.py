@@ -88,6 +88,47 @@ def test_gradients_of_key_value_heads_are_summed_if_ranks_share_them() -> None:
     assert found.nbytes == 20 * of_layer * 4
 
 
+def test_under_fsdp2_the_ranks_that_hold_shared_heads_alone_sum_their_gradients() -> None:
+    """Rows of q come first: 512 of 768 on a tp rank, so that rank 0 of 2 has rows of q only."""
+    layout = Layout(tp=16, pp=4, dp=2)
+    config = llama_70b(layout)
+    config.zero = 3
+    what = "gradients of shared key-value heads and of norms of heads"
+    sent = [
+        [t.nbytes for t in transfers(config, layout, 1, index) if t.what == what]
+        for index in range(2)
+    ]
+    assert sent == [[], [20 * 2 * 8 * 128 * 8192 * 4]]
+
+
+ATTENTION = ["*.attention.*"]
+BEFORE = [*ATTENTION, "embedding.*", "layers.0.*", "layers.1.input_norm.*"]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "recompute", "heads", "results"),
+    [
+        ([], "[attention]", 12, 12),
+        (ATTENTION, "[attention]", 12, 8),
+        (ATTENTION, "full", 12, 12),
+        (BEFORE, "[attention]", 4, 4),
+        (BEFORE, "full", 6, 6),
+    ],
+)
+def test_attention_is_sent_again_where_the_backward_needs_it(
+    frozen: list[str], recompute: str, heads: int, results: int
+) -> None:
+    """Two layers of two micro-batches: a frozen output does not read attention's results again;
+    before all trained parameters attention has no backward, but is repeated with its layer."""
+    model = ModelConfig(num_layers=2, tie_embeddings=False)
+    config = Config(cp=2, micro_batch_size=1, global_batch_size=2, model=model)
+    config.recompute, config.context_parallel.style = recompute, "heads"
+    config.optim.freeze = frozen
+    found = transfers(config, Layout(cp=2), 0)
+    sent = {t.what: t.count for t in found if t.dim == "cp"}
+    assert sent == {"heads of whole sequences": heads, "results of heads": results}
+
+
 def test_norms_over_all_heads_sum_in_a_backward_only_if_it_reaches_them() -> None:
     """The first layer trains its last product alone, whose weight needs no gradient of a norm."""
     model = ModelConfig(num_layers=2, norm="rmsnorm", qk_norm=True, qk_norm_width="full")
