@@ -244,7 +244,8 @@ def read(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Returns our model of a Hugging Face folder, and its tensors."""
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
-    return model, dict(tensors_of(folder, model, found.kind, mtp=found.mtp))
+    stored = {"mtp": found.mtp, "quantization": found.quantization}
+    return model, dict(tensors_of(folder, model, found.kind, **stored))
 
 
 def filled(model: ModelConfig, weights: Mapping[str, Tensor]) -> Stage:

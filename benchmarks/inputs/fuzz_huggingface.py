@@ -94,6 +94,7 @@ FOREIGN = """
     query_pre_attn_scalar attn_logit_softcapping use_bidirectional_attention residual_multiplier
     attention_out_bias llama_4_scaling_beta cache_implementation _sliding_window_pattern
     num_mtp_layers qkv_bias rotary_dim attn_type_list use_routing_bias moe_router_dtype
+    quantization_config
 """
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 4, 8, 16, 48, 96, 1000, 0.5, 1.0, 2.0, -2.0, 1e-5, 1e30),
@@ -151,6 +152,8 @@ class Case:
     texts: dict[str, str] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     whole: dict[str, Any] = field(default_factory=dict)
+    # Quantized tensors as plain numbers, by this file's own arithmetic.
+    plain: dict[str, Tensor] = field(default_factory=dict)
     # prefixes of the text model's tensors, and of its head
     prefixes: tuple[str, str] = ("model.", "")
 
@@ -542,9 +545,53 @@ def beside(case: Case) -> None:
         case.files["shard-00000-model-00001-of-00001.safetensors"] = case.tensors
 
 
+def quantized(case: Case) -> None:
+    """Writes matrices in fp8 blocks with scales, sound or with one fault.
+
+    A fault is another scale, block, key or value, or a missing one.
+    """
+    rng, block = case.rng, case.rng.choice(((16, 24), (128, 128), (7, 5), None))
+    matrices = [
+        key
+        for key, tensor in case.tensors.items()
+        if tensor.dim() == 2 and "proj" in key and tensor.isfinite().all()
+    ]
+    if case.files or not matrices:
+        return
+    random_scales = torch.Generator().manual_seed(rng.randrange(2**31))
+    for key in matrices if rng.random() < 0.7 else matrices[::2]:
+        tensor = case.tensors[key]
+        high, wide = block or tensor.shape
+        grid = (-(-tensor.shape[0] // high), -(-tensor.shape[1] // wide))
+        scale = torch.rand(grid, generator=random_scales) * 0.4 + 0.05
+        case.tensors[key] = (tensor.float() * 4).clamp(-448, 448).to(torch.float8_e4m3fn)
+        spread = torch.kron(scale.double(), torch.ones(high, wide, dtype=torch.float64))
+        numbers = case.tensors[key].double() * spread[: tensor.shape[0], : tensor.shape[1]]
+        case.plain[key] = numbers.float()
+        case.tensors[f"{key}_scale_inv"] = scale
+    name = f"{rng.choice(list(case.plain))}_scale_inv"
+    about: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": block and [*block]}
+    fault = rng.choice((*[None] * 6, "shape", "missing", "other", "key", "value", "method", "none"))
+    if fault == "shape":
+        case.tensors[name] = torch.ones(2, 9)
+    elif fault == "missing":
+        del case.tensors[name]
+    elif fault == "other":
+        case.tensors[name.removesuffix("_scale_inv")] = torch.ones(3, 3)
+    elif fault == "key":
+        about[rng.choice(("bits", "group_size", "weight_block", "config_groups"))] = 4
+    elif fault == "value":
+        keys = ("activation_scheme", "fmt", "scale_fmt", "expert_dtype", "weight_block_size")
+        about[rng.choice((*keys, "modules_to_not_convert"))] = rng.choice(VALUES)
+    elif fault == "method":
+        about["quant_method"] = rng.choice(("mxfp4", "compressed-tensors", "gptq", None, 8))
+    if fault != "none":
+        (case.whole or case.config)["quantization_config"] = about
+
+
 CHANGES: tuple[Callable[[Case], None], ...] = (
     *(aliases, rope_moved, absurd, unknown, harmless, doubled, head, prefixes, wrapped),
-    *(more_tensors, types, files, beside),
+    *(more_tensors, types, files, beside, quantized),
 )
 
 
@@ -567,7 +614,13 @@ def read_import(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     check_unread("from=…", found.kind, found.unread, "no logits are compared", "compare them")
     model = replace(ModelConfig(), **found.keys)
     tensors = tensors_of(
-        folder, model, found.kind, dtype=torch.float32, mtp=found.mtp, wrapped=found.wrapped
+        folder,
+        model,
+        found.kind,
+        dtype=torch.float32,
+        mtp=found.mtp,
+        wrapped=found.wrapped,
+        quantization=found.quantization,
     )
     return model, dict(tensors)
 
@@ -596,7 +649,14 @@ def outcome(case: Case) -> tuple[str, str]:
                     values.copy_(chunk.of(weights[tensor]))
 
         try:
-            theirs = proof.their_side(folder, model, wrapped=bool(case.whole))
+            numbers = None
+            if case.plain:
+                numbers = {
+                    case.name(key): case.plain.get(key, tensor)
+                    for key, tensor in case.tensors.items()
+                    if not key.endswith("_scale_inv")
+                }
+            theirs = proof.their_side(folder, model, wrapped=bool(case.whole), weights=numbers)
         except UserError as error:
             return "unproven", str(error).replace(name, "…")
         try:

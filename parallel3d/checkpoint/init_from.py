@@ -432,7 +432,15 @@ def _read_hugging_face(
     chunks_of = {name.partition("/")[2]: tensor.chunks for name, tensor in state.items()}
     with _as_init_from():
         wanted = chunks_of.keys()
-        tensors = tensors_of(folder, model, hf.kind, wanted=wanted, mtp=hf.mtp, wrapped=hf.wrapped)
+        tensors = tensors_of(
+            folder,
+            model,
+            hf.kind,
+            wanted=wanted,
+            mtp=hf.mtp,
+            wrapped=hf.wrapped,
+            quantization=hf.quantization,
+        )
         for name, full in tensors:
             for chunk, values in chunks_of[name]:
                 values.copy_(chunk.of(full))

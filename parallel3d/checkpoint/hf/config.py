@@ -89,7 +89,6 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
 }
 # Keys with which the files hold other tensors than those of the model → their allowed values.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "transformers_weights": (None,),  # names a weights file other than the usual ones
 }
 

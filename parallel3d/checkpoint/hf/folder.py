@@ -32,6 +32,7 @@ from parallel3d.checkpoint.hf.config import (
     kept_keys,
     to_hf,
 )
+from parallel3d.checkpoint.hf.dequantize import SCALE, dequantized
 from parallel3d.checkpoint.hf.experts import Place, mtp_layers, notices_of
 from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.checkpoint.hf.names import (
@@ -44,8 +45,10 @@ from parallel3d.checkpoint.hf.names import (
     places,
     spellings,
 )
+from parallel3d.checkpoint.hf.quantization import QUANTIZED, Quantization, take_quantization
 from parallel3d.checkpoint.hf.wrappers import (
     OTHERS,
+    TEXT,
     WRAPPERS,
     extents_of,
     keep_others,
@@ -231,6 +234,7 @@ class HFFolder:
         unread: keys of config.json that parallel3d does not read, with their values.
         alone: whether config.json is that of a vision model, but the weights are those of its text
             model alone.
+        quantization: how the files hold quantized weights, or None if no weight is quantized.
     """
 
     kind: str
@@ -242,6 +246,7 @@ class HFFolder:
     wrapped: bool = False
     unread: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     alone: bool = False
+    quantization: Quantization | None = None
 
 
 def read_hf_config(folder: Path) -> HFFolder:
@@ -257,6 +262,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     alone = has_images and _has_text_alone(folder)
     wrapped = has_images and not alone
     try:
+        config, quantization = take_quantization(config, TEXT if has_images else None)
         config, more = text_part(config, alone=alone) if has_images else (config, {})
         kind, keys, unread = from_hf(config)
         model = ModelConfig(**keys)
@@ -280,10 +286,13 @@ def read_hf_config(folder: Path) -> HFFolder:
             "the folder holds a vision model: only its text model is trained, and an export writes "
             "the other tensors back unchanged",
         )
-    untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped)
+    if quantization is not None:
+        notices += (quantization.notice,)
+    untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped, quantization)
     if untied:
         keys["tie_embeddings"] = False
-    return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped, more | unread, alone)
+    unread = more | unread
+    return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped, unread, alone, quantization)
 
 
 def _nearby(folder: Path) -> str:
@@ -315,10 +324,12 @@ def _has_text_alone(folder: Path) -> bool:
     return any(LAYER.match(name) for name in names) and not any(map(is_of_text, names))
 
 
-def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
+def _has_own_head(
+    folder: Path, kind: str, wrapped: bool, quantization: Quantization | None
+) -> bool:
     """Returns whether the files hold a head that differs from the embedding in any element."""
     with ExitStack() as stack:
-        where = _tensors(folder, stack)
+        where = _tensors(folder, stack, quantization)
         names = spellings(EMBEDDINGS[kind], wrapped=wrapped)
         embedding = next((k for k in names if k in where), None)
         head = next((k for k in spellings(HEAD, wrapped=wrapped) if k in where), None)
@@ -344,7 +355,14 @@ def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
     if not source.wrapped:
         return
     with ExitStack() as stack:
-        names = [key for key in _tensors(folder, stack) if not is_of_text(key)]
+        where = _tensors(folder, stack)
+        names = [key for key in where if not is_of_text(key.removesuffix(SCALE))]
+        for key in names:
+            if key.endswith(SCALE) or where[key].get_slice(key).get_dtype().startswith("F8"):
+                raise UserError(
+                    f"from={folder}: {plain(key)} is quantized, but only the text model of a "
+                    f"vision model may be, because an export has no {QUANTIZED}"
+                )
     try:
         with new_folder(to) as partial:
             keep_others(folder, _files(folder), names, partial)
@@ -364,23 +382,25 @@ def tensors_of(
     wanted: Set[str] | None = None,
     mtp: int = 0,
     wrapped: bool = False,
+    quantization: Quantization | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, full tensor) for our tensors, one after the other.
 
     Args:
         kind: the folder's format.
-        dtype: dtype of the tensors; None stands for the files' dtype.
+        dtype: dtype of the tensors; None stands for the files' dtype, or fp32 if quantized.
         wanted: names of our tensors to yield; None stands for all.
         mtp: number of layers of multi-token prediction that the files may hold, which are left out.
         wrapped: whether the model is the text part of a vision model, whose other tensors are left
             out.
+        quantization: how the files hold quantized weights, if they do.
 
     Raises:
         UserError: before the first tensor, if there are no safetensors, or if a tensor is missing,
             unknown, not floating-point, or has the wrong shape; later, if a tensor is not finite.
     """
     with ExitStack() as stack:
-        where = _tensors(folder, stack)
+        where = _tensors(folder, stack, quantization)
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
         left_out = range(model.num_layers, model.num_layers + mtp)
@@ -419,13 +439,24 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
-def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+def dequantized_weights(folder: Path, quantization: Quantization) -> dict[str, Tensor]:
+    """Returns all tensors of a folder by their names in the files, without quantization."""
+    with ExitStack() as stack:
+        where = _tensors(folder, stack, quantization)
+        return {key: file.get_tensor(key) for key, file in where.items()}
+
+
+def _tensors(
+    folder: Path, stack: ExitStack, quantization: Quantization | None = None
+) -> dict[str, Any]:
     """Opens the files with weights, and returns the file of each tensor.
 
-    If several files hold a tensor, the last one counts, as in transformers.
+    If several files hold a tensor, the last one counts, as in transformers. With `quantization`,
+    quantized tensors are read as the numbers that they stand for.
     """
     files = [stack.enter_context(_open(path)) for path in _files(folder)]
-    return {key: file for file in files for key in file.keys()}  # noqa: SIM118
+    where = {key: file for file in files for key in file.keys()}  # noqa: SIM118
+    return where if quantization is None else dequantized(folder, where, quantization)
 
 
 def _files(folder: Path) -> list[Path]:

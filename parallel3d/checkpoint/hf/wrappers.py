@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.checkpoint.hf.config import ABOUT, EXPECTED, FIXED, TOKENS, TYPE
 from parallel3d.checkpoint.hf.families import FAMILIES, GEMMA3, LLAMA, MISTRAL
+from parallel3d.checkpoint.hf.quantization import QUANTIZED
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.data.tokenizer import CHAT_TEMPLATE, CONFIG, LARGEST_BESIDE, PROCESSORS_TEMPLATE
 from parallel3d.errors import UserError
@@ -125,6 +126,7 @@ def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, An
     config: dict[str, Any] = parse_json(read_bounded(kept / CONFIG, LARGEST_BESIDE))
     inner = {key: value for key, value in text.items() if key != "architectures"}
     found = config | {TEXT: inner, TIED: text[TIED]}
+    found.pop(QUANTIZED, None)
     found |= {key: text[key] for key in ("dtype", "torch_dtype")}
     return found | ({"eos_token_id": ends} if "eos_token_id" in config else {})
 

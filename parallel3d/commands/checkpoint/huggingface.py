@@ -17,6 +17,7 @@ from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.checkpoint.hf.folder import (
     HFFolder,
     check_layers,
+    dequantized_weights,
     export_hf,
     keep_rest,
     read_hf_config,
@@ -196,7 +197,13 @@ def import_run(
     tokenizer = tokenizer_to_import(folder, config.data.tokenizer, config.model.vocab_size)
     dtype = master_dtype(config.precision)
     tensors = tensors_of(
-        folder, config.model, source.kind, dtype=dtype, mtp=source.mtp, wrapped=source.wrapped
+        folder,
+        config.model,
+        source.kind,
+        dtype=dtype,
+        mtp=source.mtp,
+        wrapped=source.wrapped,
+        quantization=source.quantization,
     )
     first = next(tensors)  # the first tensor comes after all names, shapes and types were checked
     with new_run(config) as run_dir:
@@ -230,7 +237,11 @@ def _prove(
     if sentence := newer((TRANSFORMERS,)):
         print_line(sentence)
     # The model of transformers is freed before ours is made, so that only one is in memory.
-    theirs = their_side(folder, model, wrapped=source.wrapped, alone=source.alone)
+    weights = None
+    if source.quantization is not None:
+        weights = dequantized_weights(folder, source.quantization)
+    theirs = their_side(folder, model, wrapped=source.wrapped, alone=source.alone, weights=weights)
+    del weights
 
     def fill(stage: Stage) -> None:
         read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from parallel3d.blueprint.blueprint import StageBlueprint
 from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.checkpoint.hf.quantization import QUANTIZED
 from parallel3d.comm.group import SINGLE
 from parallel3d.errors import UserError
 from parallel3d.files import plain
@@ -245,13 +246,20 @@ def _positions(stage: Stage, model: ModelConfig, places: Tensor, angles: float) 
 
 
 def their_side(
-    folder: Path, model: ModelConfig, *, wrapped: bool = False, alone: bool = False
+    folder: Path,
+    model: ModelConfig,
+    *,
+    wrapped: bool = False,
+    alone: bool = False,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> TransformersOutput:
     """Runs a folder's model in transformers over the rows that reach its and our changes.
 
     `model` is the run's model. If `wrapped` is true, the folder has a vision model, whose text part
-    is used; if `alone` is true, only its config.json is that of a vision model. Raises UserError if
-    transformers fails.
+    is used; if `alone` is true, only its config.json is that of a vision model. `weights` take the
+    place of the folder's quantized ones, because transformers computes with those on some devices,
+    needs accelerate to read them, and guesses the size of blocks. Raises UserError if transformers
+    fails.
     """
     import transformers
 
@@ -264,13 +272,20 @@ def their_side(
             if wrapped:  # the text part of a vision model
                 auto = transformers.AutoModelForImageTextToText
             given: dict[str, Any] = {}
-            if alone:
+            if alone or weights is not None:
                 whole = transformers.AutoConfig.from_pretrained(
                     folder, trust_remote_code=False, local_files_only=True
                 )
-                given = {"config": whole.get_text_config()}
+                given = {"config": whole.get_text_config() if alone else whole}
+            source: Path | None = folder
+            if weights is not None:
+                for part in (whole, whole.get_text_config()):
+                    part.__dict__.pop(QUANTIZED, None)
+                # Without a folder, only the class itself takes weights.
+                auto, source = auto._model_mapping[type(given["config"])], None
+                given["state_dict"] = dict(weights)
             theirs = auto.from_pretrained(
-                folder,
+                source,
                 **given,
                 dtype=torch.float32,
                 attn_implementation="eager",

@@ -147,7 +147,6 @@ def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: 
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type=linear without factor"),
         ({"attention_bias": "yes"}, "attention_bias=yes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor=5"),
         ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor=null"),
         ({"original_max_position_embeddings": 8.0}, "original_max_position_embeddings=8.0"),

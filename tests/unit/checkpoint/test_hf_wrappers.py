@@ -239,6 +239,44 @@ def test_what_lies_beside_the_text_model_follows_the_run(
     assert tensors_in("out").keys() == tensors_in("hf").keys()
 
 
+def test_a_text_part_in_fp8_is_read_and_an_export_is_not_quantized(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Reads the published form of Ministral 3: one scale for each tensor, and one for inputs."""
+    make("mistral3_of_ministral3")
+    before = tensors_in("hf")
+    stored, plain = dict(before), {key: tensor.float() for key, tensor in before.items()}
+    texts = [key for key in before if is_of_text(key) and key.endswith("_proj.weight")]
+    for number, key in enumerate(texts):
+        scale = torch.tensor(0.01 + 0.003 * number)
+        stored[key] = (before[key] * 32).to(torch.float8_e4m3fn)
+        stored[f"{key}_scale_inv"] = scale
+        stored[key.removesuffix("weight") + "activation_scale"] = torch.tensor(3.0)
+        plain[key] = stored[key].float() * scale
+    save_file(stored, "hf/model.safetensors", metadata={"format": "pt"})
+    about = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    about |= {"modules_to_not_convert": ["model.vision_tower", "lm_head"], "dequantize": False}
+    path = Path("hf/config.json")
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": about}))
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    assert "proven: the logits" in capsys.readouterr().err
+    assert checkpoint(["export", "run=t", "to=out", "dtype=fp32"]) == 0
+    assert "quantization_config" not in Path("out/config.json").read_text()
+    back = tensors_in("out")
+    assert back.keys() == plain.keys()
+    assert all(torch.equal(back[key].float(), plain[key]) for key in plain)
+    whole = transformers.AutoModelForImageTextToText.from_pretrained("out")
+    assert whole.config.text_config.model_type == "ministral3"
+
+    image = next(key for key in before if not is_of_text(key))
+    stored[image] = before[image].to(torch.float8_e4m3fn)
+    save_file(stored, "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="is quantized, but only the text model of a vision model"):
+        checkpoint(["import", "from=hf", "run=u"])
+    assert not Path("runs/u").exists()
+
+
 def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
     make("mistral3")
     tensors = tensors_in("hf")
@@ -255,7 +293,7 @@ def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
     path = Path("hf/config.json")
     config = json.loads(path.read_text())
     for changes, said in (
-        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=null"),
         ({"text_config": None}, "model_type=mistral3 without text_config"),
         ({"text_config": {"model_type": "t5"}}, "model_type=t5"),
         (
