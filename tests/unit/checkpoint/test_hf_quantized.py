@@ -141,14 +141,8 @@ def test_rows_are_read_alone_whether_or_not_they_begin_with_a_block() -> None:
                     assert torch.equal(part[0], whole[expert, first:end])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3",
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in FAMILIES if n != "qwen3"),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_in_fp8_is_read_as_the_same_folder_without_quantization(name: str) -> None:
     kind, keys = FAMILIES[name]
     save_model(Path("hf"), kind, **SIZES | keys)
