@@ -4,7 +4,8 @@ It draws models from tiny to medium, with experts, windows, uneven and frozen st
 layouts, schedules and settings, runs one rank of each on tensors without values, and prints a row
 for each: the figure of the dry run, and the planner's relative differences. The planner's memory
 (`estimate/memory.py`) is a bound, which is hardly ever below the dry run's. No GPU is needed; a
-row takes about a second of one core.
+row takes about a second of one core, and a new model some seconds more for its traces, which
+`--sent` does without.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ FROZEN = (
 )
 STATES = ("parameters", "gradients", "masters", "optimizer")
 NAMES = ("memory", "states", "bytes sent", "collectives", "pinned memory")
-EVEN = (1.0, 0.0, 0.0, 3.0)  # limits of all figures but memory, in per cent
+SENT = ("bytes sent", "collectives")  # figures that need no traces
+EVEN = {"states": 1.0, "bytes sent": 0.0, "collectives": 0.0, "pinned memory": 3.0}  # per cent
 APART = ("embedding", "world")  # groups of other ranks of the pipeline
 WORST = 8  # number of cases that are named at either end
 ROUNDED = 1e-9  # in per cent; both are sums of floats
@@ -67,10 +69,12 @@ class Compared(NamedTuple):
 
     Attributes:
         pairs: (bytes or calls in the dry run, those according to the planner), by `NAMES`.
+        peak: bytes of memory in the dry run.
         played, said: the phases of the peak in the dry run, and according to the planner.
     """
 
     pairs: dict[str, tuple[float, float]]
+    peak: float
     played: str
     said: str
 
@@ -216,8 +220,8 @@ class CaseSampler:
         }
 
 
-def compare(keys: Keys) -> Compared:
-    """Returns the figures of the dry run and of the planner."""
+def compare(keys: Keys, only_sent: bool = False) -> Compared:
+    """Returns the figures of the dry run and of the planner; if `only_sent`, those in `SENT`."""
     config = configured(keys)
     facts, layout = find_facts(config, config.dryrun.rank), layout_of(config)
     where = layout.coordinates(facts["rank"])
@@ -230,15 +234,17 @@ def compare(keys: Keys) -> Compared:
     like_pp = {"pp"} | {dim for dim in APART if group_size(dim, layout) == layout.pp}
     calls = sum(t.count * (1 + (t.op == "send_recv")) for t in found if t.dim not in like_pp)
     counted = sum(group["calls"] for name, group in facts["groups"].items() if name != "pp")
+    pairs = {"bytes sent": (played, sent), "collectives": (counted, calls)}
+    peak, phase = facts["peak_bytes"], facts["peak_in"]
+    if only_sent:
+        return Compared(pairs, peak, phase, "")
     said = peak_memory(config, where.pp)
-    pairs = {
-        "memory": (facts["peak_bytes"], said.total),
+    pairs |= {
+        "memory": (peak, said.total),
         "states": (sum(facts["live_bytes"][name] for name in STATES), said.states),
-        "bytes sent": (played, sent),
-        "collectives": (counted, calls),
         "pinned memory": (facts["host_bytes"], host_memory(config, where.pp)),
     }
-    return Compared(pairs, facts["peak_in"], said.phase)
+    return Compared(pairs, peak, phase, said.phase)
 
 
 def off(played: float, said: float) -> float:
@@ -263,32 +269,40 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--below", type=float, default=1.0, help="limit of memory, per cent")
     parser.add_argument("--above", type=float, default=12.0, help="limit of memory, per cent")
     parser.add_argument("--case", action="append", default=[], help="run one case, given as JSON")
+    parser.add_argument("--sent", action="store_true", help="compare only bytes and collectives")
     parser.add_argument("--json", help="file for the cases beyond the limits, a JSON line each")
     options = parser.parse_args(words)
     began, sampler = time.monotonic(), CaseSampler(options.seed)
     given = [json.loads(case) for case in options.case]
     cases = given or islice(sampler, options.random)
-    titles = "model", "layout", "GB", *(f"{name} %" for name in NAMES), "peaks in, by plan"
+    names = SENT if options.sent else NAMES
+    titles = "model", "layout", "GB", *(f"{name} %" for name in names), "peaks in, by plan"
     print(f"| {' | '.join(titles)} |")
     print("|---" * len(titles) + "|")
     rows: list[tuple[list[float], Keys, str]] = []
     for keys in cases:
-        found = compare(keys)
-        errors = [off(*found.pairs[name]) for name in NAMES]
-        cells = [keys["model"], _words(keys), f"{found.pairs['memory'][0] / 1e9:.2f}"]
-        cells += [*(f"{error:+.2f}" for error in errors), f"{found.played}, {found.said}"]
+        found = compare(keys, options.sent)
+        errors = [off(*found.pairs[name]) for name in names]
+        cells = [keys["model"], _words(keys), f"{found.peak / 1e9:.2f}"]
+        cells += [
+            *(f"{error:+.2f}" for error in errors),
+            ", ".join(filter(None, (found.played, found.said))),
+        ]
         rows.append((errors, keys, f"| {' | '.join(cells)} |"))
         print(rows[-1][-1], flush=True)
     table = np.array([errors for errors, _, _ in rows])
-    limits = np.array([[-options.below, options.above], *([-n, n] for n in EVEN)])
+    limited = {name: (-most, most) for name, most in EVEN.items()}
+    limited["memory"] = -options.below, options.above
+    limits = np.array([limited[name] for name in names])
     least, most = (limits + np.array([-ROUNDED, ROUNDED])).T
     within = (least <= table) & (table <= most)
     worst = sorted(rows, key=lambda row: row[0][0])
     few = max(0, min(WORST, len(rows) // 4))
-    for title, listed in (("lowest bounds", worst[:few]), ("highest bounds", worst[::-1][:few])):
+    ends = ("lowest bounds", worst[:few]), ("highest bounds", worst[::-1][:few])
+    for title, listed in () if options.sent else ends:
         print("", title, "", *(line for _, _, line in listed), sep="\n")
     print()
-    for name, (low, high), column, inside in zip(NAMES, limits, table.T, within.T, strict=True):
+    for name, (low, high), column, inside in zip(names, limits, table.T, within.T, strict=True):
         print(
             f"{name}: median {np.median(column):+.2f} %, from {column.min():+.2f} to "
             f"{column.max():+.2f} %, 19 of 20 below {np.quantile(column, 0.95):+.2f} %, "
