@@ -370,8 +370,8 @@ def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
 def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     """Fills a trainer at step 0 with the weights of `init_from`, and returns their source.
 
-    The call is collective. Each rank reads its own chunks of a checkpoint, or the whole tensors of
-    its stages from a Hugging Face folder. With `init_optimizer`, the state of the optimizer is read
+    The call is collective. Each rank reads its own chunks of a checkpoint, or the rows that hold
+    them from a Hugging Face folder. With `init_optimizer`, the state of the optimizer is read
     as well. Raises UserError on all ranks if the source is damaged or missing, and TrainingFailure
     if a rank cannot read it.
     """
@@ -431,7 +431,13 @@ def _read_hugging_face(
 
     chunks_of = {name.partition("/")[2]: tensor.chunks for name, tensor in state.items()}
     with _as_init_from():
-        wanted = chunks_of.keys()
+        wanted = {
+            name: (
+                min(chunk.offsets[0] for chunk, _ in chunks),
+                max(chunk.offsets[0] + chunk.sizes[0] for chunk, _ in chunks),
+            )
+            for name, chunks in chunks_of.items()
+        }
         tensors = tensors_of(
             folder,
             model,
@@ -441,6 +447,7 @@ def _read_hugging_face(
             wrapped=hf.wrapped,
             quantization=hf.quantization,
         )
-        for name, full in tensors:
+        for name, rows in tensors:
+            start = (wanted[name][0], *[0] * (rows.dim() - 1))
             for chunk, values in chunks_of[name]:
-                values.copy_(chunk.of(full))
+                values.copy_(chunk.of(rows, start))

@@ -6,6 +6,7 @@ from a folder with experts over ep.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
@@ -170,7 +172,8 @@ def begin(sizes: tuple[int, ...], way: dict[str, Any], folder: Path) -> tuple[An
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=samples)
     load_initial(trainer, groups)
     weights = {name: w.float() for name, w in trainer.full_parameters().items()}
-    expected = dict(tensors_of(folder, config.model, source.kind))
+    quantization = source.quantization
+    expected = dict(tensors_of(folder, config.model, source.kind, quantization=quantization))
     wrong = []
     for name, state in chunks_by_name(trainer.parameter_slices(), shared=False).items():
         if name.startswith("state/"):
@@ -181,12 +184,29 @@ def begin(sizes: tuple[int, ...], way: dict[str, Any], folder: Path) -> tuple[An
     return weights, wrong, loss
 
 
+def quantize(folder: Path) -> None:
+    """Writes projections of a folder in fp8; no rank's rows begin with a block."""
+    tensors = load_file(folder / "model.safetensors")
+    for key in [key for key in tensors if "_proj" in key]:
+        tensors[key] = (tensors[key] * 4).to(torch.float8_e4m3fn)
+        grid = (-(-tensors[key].shape[0] // 7), -(-tensors[key].shape[1] // 5))
+        tensors[f"{key}_scale_inv"] = torch.rand(grid) * 0.3 + 0.01
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [7, 5]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_runs_begin_from_a_folder_with_experts_over_ep(pool: Pool, tmp_path: Path) -> None:
     for kind in ("glm4_moe", "qwen3_moe"):
         save_model(tmp_path / kind, kind, **SIZES | EXPERTS[kind])
+        if kind == "qwen3_moe":
+            quantize(tmp_path / kind)
         source = read_hf_config(tmp_path / kind)
-        model = ModelConfig(**source.keys)
-        expected = dict(tensors_of(tmp_path / kind, model, source.kind))
+        model, quantization = ModelConfig(**source.keys), source.quantization
+        assert (quantization is not None) == (kind == "qwen3_moe")
+        stored = tensors_of(tmp_path / kind, model, source.kind, quantization=quantization)
+        expected = dict(stored)
         losses = []
         for sizes, way in BEGUN:
             if model.num_experts % sizes[-1]:

