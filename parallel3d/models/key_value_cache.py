@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +28,15 @@ class CachedAttention(Protocol):
     head_dim: int
     kv_heads: int
     options: AttentionOptions
-    out: Any  # the layer after the heads
 
-    def cached_heads(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v of x by heads."""
+    def cached_heads(
+        self, x: Tensor, positions: Positions
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Returns q, k and v of x by heads, and the gate of the heads' output, if there is one."""
+        ...
+
+    def output(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        """Returns the layer's output, given that of its heads, (b, heads, s, head_dim)."""
         ...
 
 
@@ -59,17 +64,17 @@ class KeyValueCache:
         """
         attention, end = self.attention, first + x.shape[1]
         options = replace(attention.options, cp=ONE_RANK)
-        q, k, v = attention.cached_heads(x, positions)
+        (q, k, v), gate = attention.cached_heads(x, positions)
         self._keep(torch.stack((k, v)), end)
         if first == 0 and options.window is not None:
             split = SequenceSplit(end, window=options.window)
             samples = LayerInputs(documents=whole_samples(1, x.device, split))
-            return attention.out(attend_split(q, k, v, samples, options).transpose(1, 2).flatten(2))
+            return attention.output(attend_split(q, k, v, samples, options), gate)
         k, v = self.kept[:, :, :, :end]
         if not kernel_shares_heads(q):
             k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         y = attend(q, k, v, is_causal=first == 0, kernel=options.kernel, scale=options.scale)
-        return attention.out(y.transpose(1, 2).flatten(2))
+        return attention.output(y, gate)
 
     def _keep(self, new: Tensor, end: int) -> None:
         """Writes keys and values into a ring buffer that keeps the latest positions.

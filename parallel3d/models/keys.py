@@ -117,6 +117,11 @@ class TransformerKeys:
         "vector (OLMoE, MiniMax-M2)",
         choices=("head", "full"),
     )
+    attention_gate: bool = key(
+        False,
+        "attention's output is multiplied by the sigmoid of a further projection of its input, "
+        "element by element of each query head, before the output projection (Qwen3-Next)",
+    )
     activation: str = key(
         "gelu",
         "the MLP's non-linearity; gelu_tanh: the approximation of GPT-2's weights; "

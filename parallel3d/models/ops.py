@@ -311,6 +311,37 @@ def _gated(gate_up: Tensor, name: str) -> Tensor:
     return _gate(name).alone(gate) * up
 
 
+@fused
+def sigmoid_gate_forward(y: Tensor, gate: Tensor) -> Tensor:
+    return (_wide(y) * torch.sigmoid(_wide(gate))).to(y.dtype)
+
+
+@fused
+def sigmoid_gate_backward(grad: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    grad, share = _wide(grad), torch.sigmoid(_wide(gate))
+    # σ'(z) = σ(z)·(1 − σ(z))
+    grad_gate = grad * y * share * (1.0 - share)
+    return (grad * share).to(y.dtype), grad_gate.to(gate.dtype)
+
+
+class _SigmoidGated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        return sigmoid_gate_forward(y, gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return sigmoid_gate_backward(grad, *ctx.saved_tensors)
+
+
+def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
+    """Returns y · σ(gate), element by element (Qiu et al. 2025, gated attention)."""
+    if not torch.compiler.is_compiling():
+        return _SigmoidGated.apply(y, gate)
+    return (_wide(y) * torch.sigmoid(_wide(gate))).to(y.dtype)
+
+
 def heads_of(qkv: Tensor, shape: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Views (b, s, (heads + 2 · kv_heads) · head_dim) as q, k and v, (b, s, heads, head_dim)."""
     heads, kv_heads, head_dim = shape

@@ -39,7 +39,7 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs, LayerState
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.models.mlp import MLP
-from parallel3d.models.ops import Heads
+from parallel3d.models.ops import Heads, sigmoid_gated
 from parallel3d.models.repeats import NOTHING
 from parallel3d.models.rotary import (
     Positions,
@@ -67,7 +67,8 @@ VARIANTS = 8
 class Attention(nn.Module):
     """Computes causal self-attention with grouped queries.
 
-    Each tensor-parallel rank computes whole heads.
+    Each tensor-parallel rank computes whole heads. With `model.attention_gate` the output of the
+    heads is multiplied by σ(gate), where the gate is projected from the same input as q, k and v.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Attention(nn.Module):
         self.repeats = ctx.repeats
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
+        self.is_gated = model.attention_gate
         keeps = ctx.cp_style == "gather" and ctx.repeats.mixer
         cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
         dropout = None
@@ -97,13 +99,25 @@ class Attention(nn.Module):
         self.out = RowParallelLinear.of(part_of(held, "out"), **ctx.linear_arguments)
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor], inputs: LayerInputs) -> Tensor:
-        qkv, again = self.project(x, norm), self.repeats.attention
-        return checkpoint_up_to_linear(self.out, self.attend, qkv, inputs, again=again)
+        projected, again = self.project(x, norm), self.repeats.attention
+        return checkpoint_up_to_linear(self.out, self.attend, projected, inputs, again=again)
 
-    def attend(self, qkv: Tensor, inputs: LayerInputs) -> Tensor:
-        if self.head_norm is not None:
-            qkv = self.head_norm(qkv)
-        return causal_attention(qkv, self.shape, inputs, self.options)
+    def attend(self, projected: Tensor, inputs: LayerInputs) -> Tensor:
+        qkv, gate = self.parts(projected)
+        y = causal_attention(qkv, self.shape, inputs, self.options)
+        return y if gate is None else sigmoid_gated(y, gate)
+
+    def parts(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns q, k and v, concatenated, with norms of heads, and the gate if there is one."""
+        qkv, gate = projected, None
+        if self.is_gated:
+            gate_size = self.heads * self.head_dim
+            qkv, gate = projected.split((projected.shape[-1] - gate_size, gate_size), dim=-1)
+            if self.head_norm is None and self.options.rope is not None:
+                # The backward needs no q, k and v before their rotation, but a view of the gate
+                # would keep them.
+                gate = gate.contiguous()
+        return (qkv if self.head_norm is None else self.head_norm(qkv)), gate
 
     @property
     def shape(self) -> Heads:
@@ -114,28 +128,33 @@ class Attention(nn.Module):
         """Returns what distinguishes layers of attention whose compiled code differs."""
         return self.shape, self.options.window, self.options.rope
 
-    def cached_heads(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v of x by heads, as `KeyValueCache` keeps them."""
-        qkv = self.qkv(x)
-        if self.head_norm is not None:
-            qkv = self.head_norm(qkv)
-        return rotated_heads(qkv, self.shape, positions, self.options.rope)
+    def cached_heads(
+        self, x: Tensor, positions: Positions
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Returns q, k and v of x by heads, as `KeyValueCache` keeps them, and the gate."""
+        qkv, gate = self.parts(self.qkv(x))
+        return rotated_heads(qkv, self.shape, positions, self.options.rope), gate
+
+    def output(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        """Returns the layer's output, given that of its heads, (b, heads, s, head_dim)."""
+        y = y.transpose(1, 2).flatten(2)
+        return self.out(y if gate is None else sigmoid_gated(y, gate))
 
     def decoding(self, length: int, like: Tensor) -> KeyValueCache:
         """Returns the state in which the layer decodes one sequence of up to `length` tokens."""
         return KeyValueCache(self, length, like)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns q, k and v of this rank's heads, concatenated, from norm(x).
+        """Returns q, k, v and the gate of this rank's heads, concatenated, from norm(x).
 
         With `tensor_parallel.attention=gather_qk` the ranks first all-gather q and k of all heads.
         """
         qkv = checkpoint_up_to_linear(self.qkv, norm, x, again=self.repeats.norm)
         if not self.gathers:
             return qkv
-        v_size = self.kv_heads * self.head_dim
-        qk, v = qkv.split((qkv.shape[-1] - v_size, v_size), dim=-1)
-        return torch.cat((gather_heads(qk, self.tp)[self.tp.index], v), dim=-1)
+        qk_size = (self.heads + self.kv_heads) * self.head_dim
+        qk, rest = qkv.split((qk_size, qkv.shape[-1] - qk_size), dim=-1)
+        return torch.cat((gather_heads(qk, self.tp)[self.tp.index], rest), dim=-1)
 
 
 class MixerModule(Protocol):

@@ -99,6 +99,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "norm position": ("before", "after", "both"),
         "norm weight": ("around 1", "around 0"),
         "qk_norm": ("none", "head", "full"),  # width of the norm
+        "attention gate": (False, True),
         "scales": ("none", "all"),
         "logit cap": (False, True),
         "heads": (8, 12),
@@ -754,6 +755,8 @@ def _model(levels: Levels) -> dict[str, Any]:
             model["sliding_rotary_base"] = 50.0
     if levels["qk_norm"] != "none":
         model |= {"qk_norm": True, "qk_norm_width": levels["qk_norm"]}
+    if levels["attention gate"]:
+        model["attention_gate"] = True
     if levels["scales"] == "all":
         model |= SCALES
     if levels["logit cap"]:

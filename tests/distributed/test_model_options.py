@@ -15,7 +15,10 @@ from tests.distributed.pool import Pool
 
 # Key-value heads on two of four ranks.
 NORMED_PAIRS = Problem(
-    "llama_tiny", "adamw", tied=False, model=(("num_query_groups", 2), ("qk_norm", True))
+    "llama_tiny",
+    "adamw",
+    tied=False,
+    model=(("num_query_groups", 2), ("qk_norm", True), ("attention_gate", True)),
 )
 ZERO1 = (("zero", 1),)
 GATHER_QK = (("tensor_parallel.attention", "gather_qk"),)
@@ -47,7 +50,8 @@ def test_shared_heads_are_saved_once_and_gather_qk_changes_no_bit(pool: Pool) ->
         assert equal
     model = Case(NORMED_PAIRS).config(Layout(*sizes)).model
     for kind in ("parameter", "exp_avg", "exp_avg_sq"):
-        rows = {"q": model.hidden_size, "k": 2 * model.head_size, "v": 2 * model.head_size}
+        of_queries, of_keys = model.hidden_size, 2 * model.head_size
+        rows = {"q": of_queries, "gate": of_queries, "k": of_keys, "v": of_keys}
         for matrix, outputs in rows.items():
             name = f"{kind}/layers.1.attention.{matrix}.weight"
             assert saved[name] == outputs * model.hidden_size, name

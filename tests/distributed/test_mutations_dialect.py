@@ -23,20 +23,22 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.models.ops import Rotary
-from parallel3d.models.transformer import Stage, TransformerBlock
+from parallel3d.models.transformer import Attention, Stage, TransformerBlock
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
 from parallel3d.tensor_parallel.layers import RowParallelLinear
-from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
+from parallel3d.tensor_parallel.mappings import gather_heads, reduce_from_tensor_parallel
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
     ADDED_BY_ATTENTION,
     DIFFERENTIATED,
+    GATE,
     LOGITS,
     NORM,
     POSITIONS,
+    PROJECTED,
     ROTARY,
     ROW_PARALLEL,
     SLOPE_OF_LOGITS,
@@ -133,6 +135,31 @@ def usual_scale_in_the_backward(sound: Any, *before: Any) -> None:
     sound(*tensors, block._replace(scale=None), kernel)
 
 
+@planted(GATE)
+def the_gate_is_multiplied_in_too(sound: Any, y: Tensor, gate: Tensor) -> Tensor:
+    """Attention's output is multiplied by SiLU(gate), as an MLP's is, instead of σ(gate)."""
+    return sound(y, gate) * gate
+
+
+@planted(GATE)
+def the_gate_has_no_gradient(sound: Any, y: Tensor, gate: Tensor) -> Tensor:
+    return sound(y, gate.detach())
+
+
+@planted(GATE)
+def heads_have_the_gate_of_the_next_one(sound: Any, y: Tensor, gate: Tensor) -> Tensor:
+    """The heads of a rank take the gates of each other."""
+    return sound(y, gate.roll(gate.shape[-1] // 2, -1))
+
+
+@planted(PROJECTED)
+def the_gate_is_gathered_as_a_part_of_q(sound: Any, attention: Attention, *of: Any) -> Tensor:
+    """With gathered q and k, the gate of this rank's heads is that of the other rank's."""
+    found, size = sound(attention, *of), attention.heads * attention.head_dim
+    every = gather_heads(found[..., -size:].contiguous(), attention.tp)
+    return torch.cat((found[..., :-size], every[attention.tp.index - 1]), -1)
+
+
 def dialect(**keys: Any) -> Case:
     return Case(replace(ONE_HEAD, model=(*ONE_HEAD.model, *keys.items())))
 
@@ -143,6 +170,7 @@ YARN = dialect(rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_lengt
 HEATED = dialect(query_temperature=0.5, rope_original_length=3)
 DOCUMENTS = replace(HEATED, problem=replace(HEATED.problem, documents=True))
 SCALED = dialect(attention_scale=0.1)
+GATED = dialect(attention_gate=True)
 PLANTED = [
     pytest.param(one_plus_the_weight_decays, (1, 1, 2), CENTRED, ALL_NUMBERS, id="decay-of-1+w"),
     pytest.param(capped_after_the_maximum, (2, 1, 1), CAPPED, ALL_NUMBERS, id="cap-after-max"),
@@ -175,6 +203,18 @@ PLANTED = [
         replace(SCALED, problem=replace(SCALED.problem, documents=True)),
         ALL_NUMBERS,
         id="scale-in-backward",
+    ),
+    pytest.param(the_gate_is_multiplied_in_too, (2, 1, 1), GATED, ALL_NUMBERS, id="silu-gate"),
+    pytest.param(the_gate_has_no_gradient, (2, 1, 1), GATED, ALL_NUMBERS, id="detached-gate"),
+    pytest.param(
+        heads_have_the_gate_of_the_next_one, (2, 1, 1), GATED, ALL_NUMBERS, id="gate-of-next-head"
+    ),
+    pytest.param(
+        the_gate_is_gathered_as_a_part_of_q,
+        (2, 1, 1),
+        replace(GATED, keys=(*GATED.keys, ("tensor_parallel.attention", "gather_qk"))),
+        ALL_NUMBERS,
+        id="gate-of-other-rank",
     ),
 ]
 

@@ -113,6 +113,7 @@ class Packing:
 # option lack it.
 PLAIN: Mapping[str, Any] = {
     "qk_norm_width": "head",
+    "attention_gate": False,
     "norm_position": "before",
     "norm_zero_centered": False,
     "embedding_scale": 1.0,
@@ -295,6 +296,9 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden_size, kv_size, bias=inner)
         self.v = nn.Linear(shape.hidden_size, kv_size, bias=inner)
         self.out = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=outer)
+        self.is_gated = option(shape, "attention_gate")
+        if self.is_gated:
+            self.gate = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=inner)
         self.norm_width = option(shape, "qk_norm_width")
         if shape.qk_norm:
             full = self.norm_width == "full"
@@ -344,8 +348,10 @@ class Attention(nn.Module):
             scores = q[:, h] @ keys.transpose(-1, -2) * scale
             every_head.append(scores.masked_fill(unseen, -math.inf).softmax(dim=-1))
         weights = drop(torch.stack(every_head, dim=1), f"{name}.probabilities")
-        outputs = [weights[:, h] @ v[:, h // group] for h in range(self.heads)]
-        return self.out(torch.cat(outputs, dim=-1))
+        outputs = torch.cat([weights[:, h] @ v[:, h // group] for h in range(self.heads)], dim=-1)
+        if self.is_gated:  # each number of each head has a gate of its own
+            outputs = outputs / (1 + torch.exp(-self.gate(x)))
+        return self.out(outputs)
 
 
 def has_experts(shape: ModelShape, layer: int) -> bool:

@@ -181,6 +181,7 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
             ("num_query_groups", model.kv_heads, (heads,)),
             ("head_dim", model.head_dim, (None, model.hidden_size // heads)),
             ("qk_norm", model.qk_norm, (False,)),
+            ("attention_gate", model.attention_gate, (False,)),
             ("num_experts", model.num_experts, (0,)),
             ("norm_position", model.norm_position, ("before",)),
             *wanted_layers(model, family),
@@ -192,6 +193,7 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
         ("activation", model.activation, family.activations),
         ("norm_position", model.norm_position, (family.norm_position,)),
         ("norm_zero_centered", model.norm_zero_centered, (family.zero_centered,)),
+        ("attention_gate", model.attention_gate, (False,)),
     ]
     wanted += wanted_layers(model, family) + wanted_rope(model, family)
     wanted += _wanted_scales(model, family)

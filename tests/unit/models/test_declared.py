@@ -40,6 +40,7 @@ MODELS = {
     "gpt": GPT,
     "replicated": GPT | {"embedding": "replicated", "norm_position": "both"},
     "qwen3": QWEN3,
+    "gated attention": QWEN3 | {"attention_gate": True, "attention_bias": "qkv"},
     "full norms": QWEN3 | {"qk_norm_width": "full", "norm_position": "after"},
     "experts": EXPERTS,
 }

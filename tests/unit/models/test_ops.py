@@ -27,6 +27,7 @@ from parallel3d.models.ops import (
     gain_of,
     geglu,
     rms_norm,
+    sigmoid_gated,
     split_heads,
     swiglu,
 )
@@ -54,6 +55,15 @@ def test_the_fused_sum_and_norm_equal_separate_ones() -> None:
     torch.testing.assert_close(add_rms_norm(x, y, w, 1e-3), expected)
     assert gradcheck(lambda x, y, w: add_rms_norm(x, y, w, 1e-3), (x, y, w))
     assert gradcheck(lambda x, w: add_rms_norm(x, None, w, 1e-3), (x, w))
+
+
+def test_a_sigmoid_gate_is_pytorchs_product_with_a_sigmoid() -> None:
+    y, gate = leaf(2, 3, 8), leaf(2, 8, 3).detach().view(2, 3, 8).requires_grad_()
+    torch.testing.assert_close(sigmoid_gated(y, gate), y * torch.sigmoid(gate))
+    assert gradcheck(sigmoid_gated, (y, gate))
+    narrow = [x.detach().bfloat16() for x in (y, gate)]
+    wide = narrow[0].float() * torch.sigmoid(narrow[1].float())
+    assert torch.equal(sigmoid_gated(*narrow), wide.bfloat16())
 
 
 def test_norms_of_heads_are_pytorchs_norm_of_each_head() -> None:

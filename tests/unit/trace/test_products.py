@@ -18,6 +18,7 @@ EXPERTS = DENSE | GATED | {"num_experts": 8, "expert_ffn_size": 16, "experts_per
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": DENSE,
     "rope": DENSE | GATED | {"position_embedding": "rope"},
+    "attention gate": DENSE | GATED | {"attention_gate": True},
     "after": DENSE | GATED | {"norm_position": "after", "qk_norm": True},
     "sliding": DENSE | GATED | {"layer_types": ["sliding"], "sliding_window": 8},
     "experts": EXPERTS,
