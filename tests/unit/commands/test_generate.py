@@ -109,7 +109,7 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "model",
     [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE, GATED],
-    ids="gpt llama qwen3 olmoe sliding olmo3 gemma olmo2 longrope gate".split(),
+    ids=("gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2", "long", "gate"),
 )
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
 def test_cached_logits_are_those_of_the_whole_sequence_in_view(
