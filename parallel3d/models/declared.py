@@ -183,10 +183,10 @@ def head_norm(model: ModelConfig, kind: LayerKind) -> Held:
 
 
 def attention(model: ModelConfig, kind: LayerKind) -> Held:
-    """Declares attention: q, k, v and a gate in one linear layer, norms of q and k, the output."""
+    """Declares attention: a gate, q, k and v in one linear layer, norms of q and k, the output."""
     hidden, (queries, keys) = hidden_of(model), heads_of(kind)
-    matrices = {"q": queries, "k": keys, "v": keys}
-    matrices |= {"gate": queries} if model.attention_gate else {}
+    matrices = {"gate": queries} if model.attention_gate else {}
+    matrices |= {"q": queries, "k": keys, "v": keys}  # what ranks may share comes last
     qkv = column_parallel(matrices, hidden, model.init_std, model.qkv_bias)
     out = row_parallel("out", queries, hidden, output_std(model), model.out_bias)
     norms = placed("head_norm", head_norm(model, kind)) if model.qk_norm else {}

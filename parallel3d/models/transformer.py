@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.repeats = ctx.repeats
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
-        self.is_gated = model.attention_gate
+        self.gate_size = queries if model.attention_gate else 0
         keeps = ctx.cp_style == "gather" and ctx.repeats.mixer
         cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
         dropout = None
@@ -110,9 +110,9 @@ class Attention(nn.Module):
     def parts(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns q, k and v, concatenated, with norms of heads, and the gate if there is one."""
         qkv, gate = projected, None
-        if self.is_gated:
-            gate_size = self.heads * self.head_dim
-            qkv, gate = projected.split((projected.shape[-1] - gate_size, gate_size), dim=-1)
+        if self.gate_size:
+            rest = projected.shape[-1] - self.gate_size
+            gate, qkv = projected.split((self.gate_size, rest), dim=-1)
             if self.head_norm is None and self.options.rope is not None:
                 # The backward needs no q, k and v before their rotation, but a view of the gate
                 # would keep them.
@@ -145,16 +145,17 @@ class Attention(nn.Module):
         return KeyValueCache(self, length, like)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns q, k, v and the gate of this rank's heads, concatenated, from norm(x).
+        """Returns the gate, q, k and v of this rank's heads, concatenated, from norm(x).
 
         With `tensor_parallel.attention=gather_qk` the ranks first all-gather q and k of all heads.
         """
         qkv = checkpoint_up_to_linear(self.qkv, norm, x, again=self.repeats.norm)
         if not self.gathers:
             return qkv
-        qk_size = (self.heads + self.kv_heads) * self.head_dim
-        qk, rest = qkv.split((qk_size, qkv.shape[-1] - qk_size), dim=-1)
-        return torch.cat((gather_heads(qk, self.tp)[self.tp.index], rest), dim=-1)
+        v_size = self.kv_heads * self.head_dim
+        qk_size = qkv.shape[-1] - self.gate_size - v_size
+        gate, qk, v = qkv.split((self.gate_size, qk_size, v_size), dim=-1)
+        return torch.cat((gate, gather_heads(qk, self.tp)[self.tp.index], v), dim=-1)
 
 
 class MixerModule(Protocol):

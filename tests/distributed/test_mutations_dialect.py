@@ -155,9 +155,9 @@ def heads_have_the_gate_of_the_next_one(sound: Any, y: Tensor, gate: Tensor) -> 
 @planted(PROJECTED)
 def the_gate_is_gathered_as_a_part_of_q(sound: Any, attention: Attention, *of: Any) -> Tensor:
     """With gathered q and k, the gate of this rank's heads is that of the other rank's."""
-    found, size = sound(attention, *of), attention.heads * attention.head_dim
-    every = gather_heads(found[..., -size:].contiguous(), attention.tp)
-    return torch.cat((found[..., :-size], every[attention.tp.index - 1]), -1)
+    found, size = sound(attention, *of), attention.gate_size
+    every = gather_heads(found[..., :size].contiguous(), attention.tp)
+    return torch.cat((every[attention.tp.index - 1], found[..., size:]), -1)
 
 
 def dialect(**keys: Any) -> Case:
