@@ -56,6 +56,13 @@ def first_line(error: BaseException) -> str:
     return ALLOCATOR_ADVICE.sub("", line)
 
 
+def said_in_full(error: BaseException) -> str:
+    """Returns an error's class, the first line of its message, and its notes, as sentences."""
+    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    said = f"{type(error).__name__}: {first_line(error)}"
+    return f"{said.rstrip('.')}.{notes}"
+
+
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Returns the innermost frame of the user's code in an error's traceback, or None.
 

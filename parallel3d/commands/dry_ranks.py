@@ -7,13 +7,15 @@ nothing of the planner, which chooses what is auto.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.dryrun.keys import DryrunConfig
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, said_in_full
 from parallel3d.estimate.search import with_style
 from parallel3d.estimate.traffic import transfers
 from parallel3d.resolve import blueprint_of, layout_of
@@ -40,7 +42,8 @@ def find_facts(
     ranks = _ranks(layout_of(config), rank)
     from parallel3d.dryrun.facts import facts_of  # imports torch
 
-    return facts_of(config, ranks, placement, reserve_gb, optimizer)
+    with _explained(config):
+        return facts_of(config, ranks, placement, reserve_gb, optimizer)
 
 
 def find_memory(config: Config, stage: int, optimizer: OptimizerFactory | None = None) -> Facts:
@@ -53,7 +56,24 @@ def find_memory(config: Config, stage: int, optimizer: OptimizerFactory | None =
     from parallel3d.dryrun.counting import dry_step, gpu_of  # imports torch
 
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
-    return dry_step(config, rank, gpu, placement, memory_only=True, optimizer=optimizer)
+    with _explained(config):
+        return dry_step(config, rank, gpu, placement, memory_only=True, optimizer=optimizer)
+
+
+@contextmanager
+def _explained(config: Config) -> Iterator[None]:
+    """Turns an error of the user's own model, which has a note, into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not hasattr(error, "__notes__"):
+            raise
+        raise UserError(
+            f"{config.model.name} cannot run without values: {said_in_full(error)} A dry run makes "
+            "tensors that have shapes alone, on a simulated GPU; training may still work"
+        ) from error
 
 
 def _settled(config: Config) -> tuple[Config, RankMapping | None]:

@@ -24,7 +24,7 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import with_values
 from parallel3d.data_parallel.keys import DataParallelConfig
-from parallel3d.errors import UserError, first_line
+from parallel3d.errors import UserError, said_in_full
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.own_model import EMBEDDING, HEAD
 from parallel3d.models.own_stage import OwnStage
@@ -78,9 +78,7 @@ def findings_of_one_process(make: MakeTrainer, config: Config) -> list[ModelFind
     except UserError as error:
         return [ModelFinding(str(error), stops=True)]
     except Exception as error:
-        notes = " ".join(getattr(error, "__notes__", ()))
-        said = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
-        return [ModelFinding(f"one process fails with {said}. {notes}".strip(), stops=True)]
+        return [ModelFinding(f"one process fails with {said_in_full(error)}", stops=True)]
 
 
 class _Calls:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
-from parallel3d.errors import UserError, first_line
+from parallel3d.errors import UserError, said_in_full
 from parallel3d.models.survey import OwnModelConfig
 from parallel3d.trace.layer_trace import LayerPasses
 
@@ -179,12 +179,8 @@ def _found(model: OwnModelConfig, wanted: WantedParts) -> ModelTrace | str:
     except UserError as error:
         return str(error)
     except Exception as error:
-        notes = " ".join(getattr(error, "__notes__", ()))
         tp = wanted.blueprint.layout.tp
-        return (
-            f"{model.name} cannot run with tp={tp}: {type(error).__name__}: {first_line(error)}. "
-            f"{notes}"
-        ).strip()
+        return f"{model.name} cannot run with tp={tp}: {said_in_full(error)}"
 
 
 class _Same:

@@ -72,9 +72,20 @@ class Images(p3d.Model):
         return p3d.Loss(losses.sum(), len(losses), {"square": outputs.square().sum()})
 
 
-def config_of(**keys: object) -> Config:
+class WithoutKernel(Images):
+    """Has an operator that fails on tensors without values."""
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        class Fails(Head):
+            def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+                raise NotImplementedError("there is no kernel")
+
+        return Fails(self.hidden)
+
+
+def config_of(images: Images | None = None, **keys: object) -> Config:
     example = {"image": np.zeros(PIXELS, np.float32), "kind": 0}
-    model = replace(own_config(ModelConfig(), Images()), example=example)
+    model = replace(own_config(ModelConfig(), images or Images()), example=example)
     cluster = ClusterConfig(**preset("cluster", "dgx_h100"))
     config = replace(Config(), model=model, cluster=cluster, device="cuda")
     batch = {"global_batch_size": 32, "micro_batch_size": 4}
@@ -102,6 +113,12 @@ def test_a_dry_run_holds_the_states_that_the_blueprint_counts(keys: dict[str, ob
     moments = 2 * 4 * held / (config.dp if config.zero else 1)
     assert facts["live_bytes"]["optimizer"] == pytest.approx(moments, rel=0.02)
     assert facts["peak_bytes"] > facts["between_steps_bytes"]
+
+
+def test_a_dry_run_of_a_model_that_fails_names_the_part_and_the_line() -> None:
+    said = r"WithoutKernel cannot run .* no kernel\. .* in head of WithoutKernel at \S+\.py:\d+"
+    with pytest.raises(p3d.Parallel3dError, match=said):
+        find_facts(config_of(WithoutKernel()))
 
 
 def test_a_dry_run_counts_every_product_of_a_model() -> None:
