@@ -17,6 +17,7 @@ QUANTIZED = "quantization_config"
 METHOD, BLOCK, SCHEME = "quant_method", "weight_block_size", "activation_scheme"
 FP8, MXFP4 = "fp8", "mxfp4"
 _USUAL_BLOCK = [128, 128]
+_LARGEST = 1 << 20  # rows or columns of a block; beyond 64 bits torch would fail
 # Method → its keys with the values that are read, the default first. None of these keys changes a
 # weight. For keys without values, null and any list of names are read: a tensor's own type and the
 # scales beside it say whether it is quantized.
@@ -108,9 +109,11 @@ def _read(content: Any) -> Quantization:
         return Quantization(method)
     block = content.get(BLOCK, _USUAL_BLOCK)
     if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(n) is int and 0 < n <= _LARGEST for n in block)
     ):
-        must = "it must be two whole numbers above 0, such as [128,128], or null"
+        must = f"it must be two whole numbers from 1 to {_LARGEST:,}, such as [128,128], or null"
         raise _error(BLOCK, block, must)
     size = None if block is None else (block[0], block[1])
     return Quantization(method, size, content.get(SCHEME) == "static")

@@ -232,6 +232,7 @@ def test_damaged_fp8_is_refused_by_the_tensors_name(changes: dict[str, Any], sai
         ({"weight_block_size": [128]}, r"weight_block_size=\[128\].*such as \[128,128\]"),
         ({"weight_block_size": [128, True]}, r"weight_block_size=\[128,true\]"),
         ({"weight_block_size": [0, 128]}, r"weight_block_size=\[0,128\]"),
+        ({"weight_block_size": [10**5000, 1]}, "numbers from 1 to 1,048,576, such as"),
         ({"activation_scheme": "statik"}, "activation_scheme=statik.*nearest is static"),
         ({"fmt": "e5m2"}, "fmt=e5m2, which is not read: it must be null or e4m3"),
         ({"expert_dtype": "fp4"}, "expert_dtype=fp4"),
