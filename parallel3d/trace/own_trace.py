@@ -132,7 +132,8 @@ class ModelTraces:
         if self.child is None:
             forks = multiprocessing.get_context("fork")
             self.pipe, other = forks.Pipe()
-            made = forks.Process(target=_answer, args=(other, self.model), daemon=True)
+            ends = other, self.pipe
+            made = forks.Process(target=_answer, args=(*ends, self.model), daemon=True)
             made.start()
             self.child = made
             other.close()
@@ -158,8 +159,12 @@ class ModelTraces:
             self.child = self.pipe = None
 
 
-def _answer(pipe: Connection, model: OwnModelConfig) -> None:
-    """Records what is asked for until the pipe ends."""
+def _answer(pipe: Connection, parents: Connection, model: OwnModelConfig) -> None:
+    """Records what is asked for until the pipe ends.
+
+    The fork has a copy of the parent's end too, which would keep the pipe open after the parent.
+    """
+    parents.close()
     recorder = importlib.import_module(RECORDER)
     recorder.begin()
     while True:

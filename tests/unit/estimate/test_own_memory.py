@@ -176,3 +176,18 @@ def test_a_plan_prices_layouts_and_leaves_the_process_free_to_train() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "{1, 2, 4} False\n", done.stderr
+
+
+def test_the_process_that_records_ends_with_a_planner_that_is_killed() -> None:
+    code = (
+        "import multiprocessing, os, sys\n"
+        "from tests.unit.estimate import test_own_memory as of\n"
+        "from parallel3d.estimate.memory import peak_memory\n"
+        "peak_memory(of.config_of(of.OfSeries), 0)\n"
+        "(child,) = multiprocessing.active_children()\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    # The child holds the output open, so the call returns only when it has ended too.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -9 and done.stdout.strip().isdecimal(), done.stderr
