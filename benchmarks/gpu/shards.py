@@ -38,7 +38,7 @@ def shard_row(name: str, size: Size, device: torch.device) -> dict[str, Any]:
 
 
 def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
-    model, device, layers = trainer.config.model, trainer.device, len(trainer.stages[0].layers)
+    model, device, layers = trainer.config.model, trainer.device, len(trainer.stages[0].blocks)
     state_gb = None
     if accelerator.is_accelerator(device):
         state_gb = accelerator.module(device).memory_allocated(device) / 1e9

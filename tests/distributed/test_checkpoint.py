@@ -27,6 +27,7 @@ from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full, stored_shapes
 from parallel3d.commands.checkpoint.new_runs import branch, save_first
 from parallel3d.errors import UserError
+from parallel3d.models.declared import states_of
 from parallel3d.run.directory import load_config, save_config
 from parallel3d.run_config import Config
 from tests.distributed.cases import Case, Problem
@@ -274,7 +275,7 @@ def train_twice_from_weights(
     trainer = make_trainer(case_of(layout, problem, run_dir), groups)
     weights = trainer.full_parameters()
     if groups.rank == 0:
-        save_first(trainer.config, run_dir, weights.items())
+        save_first(trainer.config, run_dir, weights.items(), states_of(trainer.config.model))
     checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
     found = []
     for _ in range(2):

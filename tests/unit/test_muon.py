@@ -16,7 +16,6 @@ from parallel3d.build import Trainer
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.plan import plan
-from parallel3d.dryrun.counting import Zeros
 from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.models.declared import full_shapes_of
@@ -27,6 +26,7 @@ from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.resolve import layout_of
 from parallel3d.run_config import check_config
+from parallel3d.trace.world import Zeros
 from tests.unit.dry_runs import dry_runs
 
 BAND = (0.68, 1.14)  # this holds for singular values above 1 % of the norm

@@ -20,7 +20,6 @@ from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.build import Trainer
 from parallel3d.cli.command_line import main
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.dryrun.counting import Zeros
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
@@ -29,6 +28,7 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.schedules.messages import SENDS
+from parallel3d.trace.world import Zeros
 from tests.e2e.ready import run_code
 
 pytestmark = pytest.mark.nightly
