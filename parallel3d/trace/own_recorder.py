@@ -317,14 +317,14 @@ class _Begin:
         self.now = RecordedPass()
 
     def __call__(self, _: Tensor) -> None:
-        self.recorder.running = self.now
+        self.recorder.record_to(self.now)
 
     @contextmanager
     def recorded(self) -> Iterator[RecordedPass]:
         self.recorder.machine.collect()
-        self.recorder.may_repeat = self.may_repeat
+        self.recorder.allow_repeats(self.may_repeat)
         try:
             yield self.now
             self.recorder.machine.collect()
         finally:
-            self.recorder.running = None
+            self.recorder.record_to(None)

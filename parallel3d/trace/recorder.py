@@ -92,6 +92,14 @@ class PassRecorder(Observer):
         self.running: RecordedPass | None = None
         self.may_repeat = False
 
+    def record_to(self, now: RecordedPass | None) -> None:
+        """Records to a pass from now on; None: records nothing."""
+        self.running = now
+
+    def allow_repeats(self, may_repeat: bool) -> None:
+        """Sets whether the next pass may repeat a part of the forward."""
+        self.may_repeat = may_repeat
+
     @contextmanager
     def recording(self) -> Iterator[RecordedPass]:
         """Records a forward, or the deferred gradients of weights."""

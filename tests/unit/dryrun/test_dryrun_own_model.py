@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,13 @@ from torch import Tensor, nn
 import parallel3d as p3d
 from parallel3d.blueprint.keys import ClusterConfig
 from parallel3d.blueprint.rank import PipelineRank
-from parallel3d.commands.dry_ranks import find_facts
 from parallel3d.config.fields import with_values
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.own_model import own_config
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config, check_config
 from parallel3d.topology.assumptions import preset
+from tests.e2e.ready import run_code
 
 PIXELS, KINDS, H = 12, 5, 256
 pytestmark = pytest.mark.slow
@@ -92,39 +94,47 @@ def config_of(images: Images | None = None, **keys: object) -> Config:
     return check_config(with_values(config, batch | keys), own_samples=True)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
-        {"pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule.name": "zbv"},
-        {"pp": 4, "recompute": "full"},
-    ],
-    ids=str,
-)
-def test_a_dry_run_holds_the_states_that_the_blueprint_counts(keys: dict[str, object]) -> None:
-    config = config_of(**keys)
-    facts = find_facts(config)
-    assert [row["stage"] for row in facts["rows"]] == sorted({0, config.pp // 2, config.pp - 1})
-    rank = PipelineRank(blueprint_of(config), facts["stage"])
+CASES: dict[str, dict[str, object]] = {
+    "one": {},
+    "tp pp zero1": {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
+    "zbv zero3": {"pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule.name": "zbv"},
+    "full": {"pp": 4, "recompute": "full"},
+}
+# The simulated device is enabled once and for all in a process, so the dry runs have their own.
+SCRIPT = """
+import json
+from parallel3d.commands.dry_ranks import find_facts
+from tests.unit.dryrun.test_dryrun_own_model import CASES, config_of
+print(json.dumps({name: find_facts(config_of(**keys)) for name, keys in CASES.items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    done = run_code(SCRIPT)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run_holds_the_states_that_the_blueprint_counts(
+    name: str, facts: dict[str, Any]
+) -> None:
+    config, found = config_of(**CASES[name]), facts[name]
+    assert [row["stage"] for row in found["rows"]] == sorted({0, config.pp // 2, config.pp - 1})
+    rank = PipelineRank(blueprint_of(config), found["stage"])
     held = sum(parameter.numel for parameter in rank.parameters)
     shards = config.dp if config.zero == 3 else 1
-    assert facts["live_bytes"]["parameters"] == pytest.approx(4 * held / shards, rel=0.02)
+    assert found["live_bytes"]["parameters"] == pytest.approx(4 * held / shards, rel=0.02)
     moments = 2 * 4 * held / (config.dp if config.zero else 1)
-    assert facts["live_bytes"]["optimizer"] == pytest.approx(moments, rel=0.02)
-    assert facts["peak_bytes"] > facts["between_steps_bytes"]
+    assert found["live_bytes"]["optimizer"] == pytest.approx(moments, rel=0.02)
+    assert found["peak_bytes"] > found["between_steps_bytes"]
 
 
-def test_a_dry_run_of_a_model_that_fails_names_the_part_and_the_line() -> None:
-    said = r"WithoutKernel cannot run .* no kernel\. .* in head of WithoutKernel at \S+\.py:\d+"
-    with pytest.raises(p3d.Parallel3dError, match=said):
-        find_facts(config_of(WithoutKernel()))
-
-
-def test_a_dry_run_counts_every_product_of_a_model() -> None:
-    config = config_of()
+def test_a_dry_run_counts_every_product_of_a_model(facts: dict[str, Any]) -> None:
     matrices = PIXELS * H + 4 * 8 * H * H + H * KINDS
-    samples = config.global_batch_size
-    flops = find_facts(config)["flops"]
+    samples = config_of().global_batch_size
     # The input of the embedding needs no gradient.
-    assert math.isclose(flops, samples * (6 * matrices - 2 * PIXELS * H), rel_tol=1e-6)
+    expected = samples * (6 * matrices - 2 * PIXELS * H)
+    assert math.isclose(facts["one"]["flops"], expected, rel_tol=1e-6)

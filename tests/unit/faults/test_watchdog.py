@@ -342,7 +342,8 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
 
     def look(what: str) -> SimpleNamespace:
         seen.append((what, worker.watchdog._paused))
-        return SimpleNamespace(stop=False, step=3 + sum(what == "step" for what, _ in seen[1:]))
+        number = 3 + sum(what == "step" for what, _ in seen[1:])
+        return SimpleNamespace(stop=False, step=number, loss=1.0, terms=None)
 
     config = Config(dp=1, compile=compiled, train=TrainConfig(steps=6, eval_every=2))
     trainer = SimpleNamespace(
@@ -351,7 +352,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         steps_done=2,
         length=config.planned_length.after(),
         train_step=lambda: look("step"),
-        evaluate=lambda: look("evaluation"),
+        score=lambda _: look("evaluation"),
         held_out=Mock(),
         held_out_parts={},
         evaluated_sets={},
