@@ -103,8 +103,14 @@ def built(
 ) -> nn.Module:
     """Builds a part of a model, with initial values that depend only on seed and part.
 
-    Raises UserError if the part is no module.
+    Raises UserError if the model does not say the part, or the part is no module.
     """
+    method = part if part in (EMBEDDING, HEAD) else "block"
+    if getattr(type(model), method, None) is getattr(Model, method):
+        given = "self, number, parallel" if method == "block" else "self, parallel"
+        raise UserError(
+            f"{name_of(model)} has no {method}: write {method}({given}), which returns an nn.Module"
+        )
     with _seeded(f"{parallel.seed}/{part}"), _default_dtype(dtype), torch.device(device):
         if part == EMBEDDING:
             made: Any = model.embedding(parallel)
@@ -113,7 +119,6 @@ def built(
         else:
             made = model.block(int(part.rpartition(".")[2]), parallel)
     if not isinstance(made, nn.Module):
-        method = part if part in (EMBEDDING, HEAD) else "block"
         raise UserError(
             f"{name_of(model)}.{method} must return an nn.Module, but returned "
             f"{type(made).__name__}"

@@ -78,6 +78,12 @@ class ByHand(p3d.Model):
 class WithoutLoss(Chain):
     loss = p3d.Model.loss
 
+class WithoutHead(Chain):
+    head = p3d.Model.head
+
+class WithoutBlock(Chain):
+    block = p3d.Model.block
+
 class Fails(p3d.Model):
     def __init__(self, num_layers: int = 1):
         self.num_layers = num_layers
@@ -145,6 +151,14 @@ BAD = [
     ([f"model._target_={MODULE}.sub.Chain"], f"there is no module {MODULE}.sub"),
     ([f"model._target_={MODULE}.Other"], "must be a class of p3d.Model, but is the class Other"),
     ([f"model._target_={MODULE}.WithoutLoss"], "has no loss: write loss(self, outputs, inputs), w"),
+    (
+        [f"model._target_={MODULE}.WithoutHead"],
+        "WithoutHead has no head: write head(self, parallel)",
+    ),
+    (
+        [f"model._target_={MODULE}.WithoutBlock"],
+        "has no block: write block(self, number, parallel)",
+    ),
     ([f"model._target_={MODULE}.number"], "must be a class of p3d.Model, but is a int"),
     (["model._target_=parallel3d.Model"], "must be a class of p3d.Model, but is the class Model"),
     (["model._target_=exits.Chain"], "importing exits ends the process (SystemExit: 3)"),
