@@ -163,20 +163,12 @@ class _OwnMoments(StepMoments):
     def _backward(
         self, chunk: int, kind: Kind, adds: bool = False, layers: int | None = None
     ) -> float:
-        more, most = self.batch, -math.inf  # the next micro-batch is loaded already
-        places = self._with_backward(chunk)
-        if layers is not None:
-            layers += self.rank.stages[chunk].last
-        for i, place in [*enumerate(places)][::-1][:layers]:
-            if kind == Kind.I:
-                most = max(most, more + place.memory.halved)
-                more += place.memory.deferred - place.stays
-            else:
-                gathered = self._gathered_with(place.numel + ahead(places, i))
-                peak = place.adding if adds else place.memory.backward
-                most = max(most, more + gathered + peak)
-                more -= place.stays
-        return most + self._away(chunk) + self._of_head(chunk, adds)
+        # The head is one of the places, and the next micro-batch is loaded already.
+        count = None if layers is None else layers + self.rank.stages[chunk].last
+        return self.batch + super()._backward(chunk, kind, adds, count)
+
+    def _of_embedding(self, chunk: int) -> float:
+        return -math.inf  # it is one of the places
 
     def _of_head(self, chunk: int, adds: bool) -> float:
         """Returns the bytes of the head's gradients until FSDP2 has reduced them."""

@@ -32,12 +32,18 @@ from parallel3d.parameters.gradients import supports_wide_addmm
 from parallel3d.parameters.state import WeightGradients, spec_of, state_of
 from parallel3d.pipeline.executor import BackwardEnd, BackwardStart, run_deferred
 from parallel3d.pipeline.p2p import as_tuple
-from parallel3d.run.keys import LaunchConfig
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.machine import SimulatedMachine, StorageMemory
 from parallel3d.trace.own_trace import ModelTrace, PartTrace, WantedParts
-from parallel3d.trace.recorder import MeasuredLayer, PassRecorder, RecordedPass, record_of
-from parallel3d.trace.world import machine_without_values, names_of, samples_for, world_of
+from parallel3d.trace.recorder import (
+    MeasuredLayer,
+    PassRecorder,
+    RecordedPass,
+    record_of,
+    recorder_in,
+    released_by_references,
+)
+from parallel3d.trace.world import machine_without_values, samples_for
 
 
 def is_simulated() -> bool:
@@ -57,27 +63,15 @@ def record(model: OwnModelConfig, wanted: WantedParts) -> ModelTrace:
     """
     machine = machine_without_values()
     torch.empty(1, device=torch.device(TYPE, 0)).norm()  # imports what would keep tensors alive
-    layout = wanted.blueprint.layout
-    collects = gc.isenabled()
-    gc.disable()  # the order of allocations and releases is then that of the references
-    try:
-        with world_of(0, layout.world_size) as is_made:
-            groups = ProcessGroups.single()
-            if is_made:
-                groups = ProcessGroups.create(layout, TYPE, 60.0, LaunchConfig())
-            recorder = PassRecorder(machine, names_of(groups))
-            machine.observers.append(recorder)
-            try:
-                set_matmul_precision(wanted.blueprint.precision)
-                return _Parts(model, wanted, groups, recorder, machine).all()
-            finally:
-                machine.observers.remove(recorder)
-    finally:
-        if collects:
-            gc.enable()
-        gc.collect()
-        machine.collect()
-        machine.forget()  # each world adds streams, and every wait visits all streams
+    with (
+        released_by_references(machine),
+        recorder_in(wanted.blueprint.layout, machine) as (groups, recorder),
+    ):
+        set_matmul_precision(wanted.blueprint.precision)
+        made = _Parts(model, wanted, groups, recorder, machine).all()
+    gc.collect()  # modules of a user's own may hold each other in circles
+    machine.collect()
+    return made
 
 
 class _Parts:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import StageBlueprint
+from parallel3d.blueprint.layout import Layout
 from parallel3d.build import freeze
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data.loader import Batches, MicroBatch
@@ -347,29 +348,45 @@ def record(wanted: Sequence[WantedTrace], measured: Measured | None = None) -> l
     # This imports Dynamo. During a pass, the import would keep tensors of its callers alive.
     torch.empty(1, device=torch.device(TYPE, 0)).norm()
     found: dict[WantedTrace, LayerTrace] = {}
-    collects = gc.isenabled()
-    gc.disable()  # the order of allocations and releases is then that of the references
-    try:
+    with released_by_references(machine):
         for layout in dict.fromkeys(each.blueprint.layout for each in wanted):
             mine = [each for each in wanted if each.blueprint.layout == layout]
-            with world_of(0, layout.world_size) as is_made:
-                groups = ProcessGroups.single()
-                if is_made:
-                    groups = ProcessGroups.create(layout, TYPE, 60.0, LaunchConfig())
-                recorder = PassRecorder(machine, names_of(groups))
-                machine.observers.append(recorder)
-                try:
-                    for each in mine:
-                        known = measured.setdefault(each.key, {})
-                        found[each] = _traced(each, groups, recorder, known)
-                finally:
-                    machine.observers.remove(recorder)
+            with recorder_in(layout, machine) as (groups, recorder):
+                for each in mine:
+                    known = measured.setdefault(each.key, {})
+                    found[each] = _traced(each, groups, recorder, known)
+    return [found[each] for each in wanted]
+
+
+@contextmanager
+def released_by_references(machine: SimulatedMachine) -> Iterator[None]:
+    """Leaves the order of releases to references in a `with` block, and cleans up at its end."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
         machine.collect()
         machine.forget()  # each world adds streams, and every wait visits all streams
-    return [found[each] for each in wanted]
+
+
+@contextmanager
+def recorder_in(
+    layout: Layout, machine: SimulatedMachine
+) -> Iterator[tuple[ProcessGroups, PassRecorder]]:
+    """Yields the groups of rank 0 in a world of this layout, and a recorder of its passes."""
+    with world_of(0, layout.world_size) as is_made:
+        groups = ProcessGroups.single()
+        if is_made:
+            groups = ProcessGroups.create(layout, TYPE, 60.0, LaunchConfig())
+        recorder = PassRecorder(machine, names_of(groups))
+        machine.observers.append(recorder)
+        try:
+            yield groups, recorder
+        finally:
+            machine.observers.remove(recorder)
 
 
 def _traced(
