@@ -58,7 +58,6 @@ STATES = ("parameters", "gradients", "masters", "optimizer")
 NAMES = ("memory", "states", "bytes sent", "collectives", "pinned memory")
 SENT = ("bytes sent", "collectives")  # figures that need no traces
 EVEN = {"states": 1.0, "bytes sent": 0.0, "collectives": 0.0, "pinned memory": 3.0}  # per cent
-APART = ("embedding", "world")  # groups of other ranks of the pipeline
 WORST = 8  # number of cases that are named at either end
 ROUNDED = 1e-9  # in per cent; both are sums of floats
 Keys = dict[str, Any]
@@ -229,9 +228,9 @@ def compare(keys: Keys, only_sent: bool = False) -> Compared:
     found = transfers(config, layout, where.pp, shard)
     sent = sum(wire_bytes(t, group_size(t.dim, layout)) for t in found)
     played = sum(group["bytes_sent"] for group in facts["groups"].values())
-    # Messages between stages are left out, and with them groups of the same ranks. A rank of a ring
-    # receives as often as it sends.
-    like_pp = {"pp"} | {dim for dim in APART if group_size(dim, layout) == layout.pp}
+    # Messages between stages are left out. Two stages that are not the whole world share their
+    # communicator with the tied table. A rank of a ring receives as often as it sends.
+    like_pp = {"pp"} | ({"embedding"} if layout.pp == 2 < layout.world_size else set())
     calls = sum(t.count * (1 + (t.op == "send_recv")) for t in found if t.dim not in like_pp)
     counted = sum(group["calls"] for name, group in facts["groups"].items() if name != "pp")
     pairs = {"bytes sent": (played, sent), "collectives": (counted, calls)}
