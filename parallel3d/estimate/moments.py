@@ -194,7 +194,7 @@ class StepMoments:
             else:
                 most = max(most, kept + place.memory.forward)
                 kept += place.stays
-        found = {"forward": most + self._away(chunk) + self._gathered(chunk)}
+        found = {"forward": most + self.away(chunk) + self.gathered(chunk)}
         if not stage.last:
             return found
         logits = rank.item * max(rank.loss_chunks) * rank.columns
@@ -206,7 +206,7 @@ class StepMoments:
         wide = self.table * rank.grad_item / rank.item
         tables = wide + max(logits, self.table * (rank.grad_item > rank.item))
         kept -= rank.stream
-        gathered = self._gathered_with(0)
+        gathered = self.gathered_with(0)
         if rank.blueprint.data.zero == 3:
             gathered += self._copy_of(self.places[chunk][-1])
         return found | {"head and loss": kept + states + tables + gathered}
@@ -251,15 +251,15 @@ class StepMoments:
                 most = max(most, more + place.memory.halved)
                 more += place.memory.deferred - place.stays
             else:
-                gathered = self._gathered_with(place.numel + ahead(places, i))
+                gathered = self.gathered_with(place.numel + ahead(places, i))
                 peak = place.adding if adds else place.memory.backward
                 most = max(most, more + gathered + peak)
                 more -= place.stays
         if layers is None:
             most = max(most, more + self._of_embedding(chunk))
-        return most + self._away(chunk) + self._of_head(chunk, adds)
+        return most + self.away(chunk) + self._of_head(chunk, adds)
 
-    def _away(self, chunk: int) -> float:
+    def away(self, chunk: int) -> float:
         """Returns the bytes of offloaded layers that are on the device at the same time.
 
         They belong to the layer that computes, a neighbour, and a layer that the next action
@@ -289,7 +289,7 @@ class StepMoments:
         rows = rank.stream if words.replicated else rank.hidden
         piece = min(rows / rank.item, LOOKUP_TOKENS * rank.blueprint.model.hidden_size)
         wide = 0 if rank.fully_sharded or rank.grad_item == rank.item else rank.grad_item
-        gathered = self._gathered_with(0) + self.table
+        gathered = self.gathered_with(0) + self.table
         return gathered + rank.stream + rows * (rows > rank.stream) + piece * (rank.item + wide)
 
     def _cast(self, stage: StageBlueprint) -> float:
@@ -316,12 +316,12 @@ class StepMoments:
 
     # FSDP2 reduces a layer's gradients during the next layer's backward, or accumulates them.
 
-    def _gathered(self, chunk: int) -> float:
+    def gathered(self, chunk: int) -> float:
         """Returns the bytes that FSDP2 has gathered in the forward of a stage's layers."""
         places = self.places[chunk]
         if self.rank.blueprint.data.zero == 2:
-            return self._gathered_with(0)
-        return max(self._gathered_with(place.numel) + self._copy_of(place) for place in places)
+            return self.gathered_with(0)
+        return max(self.gathered_with(place.numel) + self._copy_of(place) for place in places)
 
     def _copy_of(self, place: StagePlace) -> float:
         """Returns the bytes of the buffer from which FSDP2 copies a layer's parameters.
@@ -348,7 +348,7 @@ class StepMoments:
             return 0.0
         return self._copy_of(self.places[chunk][-1])
 
-    def _gathered_with(self, numel: int) -> float:
+    def gathered_with(self, numel: int) -> float:
         """Returns the bytes that FSDP2 has gathered with these elements of layers.
 
         With zero=2, all layers are gathered instead.
@@ -396,7 +396,7 @@ class StepMoments:
         rank, sums, stage = self.rank, not self.rank.accumulates, self.rank.stages[chunk]
         frees = rank.blueprint.data.zero == 2 and (self.once or rank.accumulates)
         cast = self._cast(stage) * (not self.adds)
-        always = self._away(chunk) + self._of_head(chunk, self.adds)
+        always = self.away(chunk) + self._of_head(chunk, self.adds)
         places = self._with_backward(chunk)
         after = during = -math.inf
         more = 0.0  # less the bytes that layers had kept and that their backwards have freed
@@ -408,7 +408,7 @@ class StepMoments:
                 others = place.numel - place.experts + ahead(places, i)
                 reducing = place.apart * (FP32 * (1 + 1 / rank.layout.edp) - rank.item)
                 reducing -= frees * rank.item * place.trained
-                always_beside = more + always + self._gathered_with(others)
+                always_beside = more + always + self.gathered_with(others)
                 during = max(during, always_beside + place.memory.of_rest + reducing)
                 # With one rank, FSDP2 copies the input twice.
                 edp = rank.layout.edp
@@ -424,20 +424,20 @@ class StepMoments:
             wide = FP32 * rest
             if frees:  # zero=2 frees a layer's parameters after its last backward
                 wide -= rank.item * place.trained
-            alone = self._gathered_with(before.numel if before else 0)
+            alone = self.gathered_with(before.numel if before else 0)
             # The gradients exist until they have been copied to the input. Beside the result, FSDP2
             # still refers to one gradient.
             result = FP32 * rest / rank.replicas + sums * rank.item * place.widest
             given = max(rank.item * rest, result)
             after = max(after, more + rank.stream + cast + alone + wide + given)
             if before is not None and sums:
-                beside = self._gathered_with(before.numel + ahead(places, i - 1))
+                beside = self.gathered_with(before.numel + ahead(places, i - 1))
                 beside += before.memory.backward
                 during = max(during, more + always + beside + wide)
         found = {"reduction": after, "backward during a reduction": during}
         table = self.table if stage.first else 0.0
         ends = rank.stream + more - self.states * stage.last + cast + table
-        ends += 0.0 if self.once else self._gathered_with(0)
+        ends += 0.0 if self.once else self.gathered_with(0)
         if sums:
             input, several = FP32 * self._completed(stage), len(rank.ends_read(stage)) > 1
             shared = stage.first or (rank.first and rank.table.tied)
@@ -447,7 +447,7 @@ class StepMoments:
             # Autograd adds the embedding's gradient to the head's, during the last reduction.
             added = rank.stream + more - self.states + 2 * self.table
             frees = rank.blueprint.data.zero == 2 and self.once
-            added += rank.item * rank.end_numel if frees else self._gathered_with(0)
+            added += rank.item * rank.end_numel if frees else self.gathered_with(0)
             ends = max(ends, added + sums * FP32 * places[0].trained)
         return found | {ENDS: ends}
 

@@ -158,7 +158,7 @@ class _OwnMoments(StepMoments):
             beside = spans(parts[:i])[1] if i else 0.0  # of its input, which is kept already
             most = max(most, kept + max(0.0, given - beside) + part.passes.forward.peak)
             kept = sum(spans(parts[: i + 1])[0])
-        return {"forward": base + most + self._away(chunk) + self._gathered(chunk)}
+        return {"forward": base + most + self.away(chunk) + self.gathered(chunk)}
 
     def _backward(
         self, chunk: int, kind: Kind, adds: bool = False, layers: int | None = None
@@ -184,7 +184,7 @@ class _OwnMoments(StepMoments):
     def _reduction(self, chunk: int) -> dict[str, float]:
         rank, sums, stage = self.rank, not self.rank.accumulates, self.rank.stages[chunk]
         frees = rank.blueprint.data.zero == 2 and (self.once or rank.accumulates)
-        always = self._away(chunk) + self._of_head(chunk, self.adds) + self.batch
+        always = self.away(chunk) + self._of_head(chunk, self.adds) + self.batch
         places, parts = self._with_backward(chunk), self.parts[chunk]
         parts = parts[len(parts) - len(places) :]
         after = during = -math.inf
@@ -197,20 +197,20 @@ class _OwnMoments(StepMoments):
             wide = sums * FP32 * place.trained
             if frees:
                 wide -= rank.item * place.trained
-            alone = self._gathered_with(before.numel if before else 0)
+            alone = self.gathered_with(before.numel if before else 0)
             # FSDP2 still refers to the last gradient that it has copied.
             result = sums * (FP32 * place.trained / rank.replicas + rank.item * place.widest)
             given = max(sums * rank.item * place.trained, result)
             of_x = float(sum(part.x))
             after = max(after, more + of_x + always + alone + wide + given)
             if before is not None and sums:
-                beside = self._gathered_with(before.numel + ahead(places, i - 1))
+                beside = self.gathered_with(before.numel + ahead(places, i - 1))
                 during = max(during, more + always + beside + before.memory.backward + wide)
         found = {"reduction": after, "backward during a reduction": during}
         completed = self._completed(stage)
         ends = more + always + float(sum(parts[0].x)) if parts else more + always
         ends += rank.item * completed - self._of_head(chunk, self.adds)
-        ends += 0.0 if self.once else self._gathered_with(0)
+        ends += 0.0 if self.once else self.gathered_with(0)
         if sums:
             ends += FP32 * completed * (1 + 1 / rank.replicas)
         return found | {ENDS: ends}

@@ -24,7 +24,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
 from parallel3d.errors import UserError, users_place
 from parallel3d.experts.balance import BalanceOfRun
-from parallel3d.models.architecture import StageModule
+from parallel3d.models.architecture import Architecture, StageModule
 from parallel3d.models.checkpointing import recomputed
 from parallel3d.models.flops import TrainedShares
 from parallel3d.models.keys import ModelConfig
@@ -47,6 +47,7 @@ from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.executor import PipelineStage
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import StageOutputs
+from parallel3d.private_names import version_of
 from parallel3d.tensor_parallel.layers import ShardedModule
 
 log = logging.getLogger(__name__)
@@ -152,18 +153,18 @@ class OwnStage(StageModule):
     def run_part(self, part: str, module: nn.Module, inputs: LayerInputs, *, x: Any) -> Any:
         """Runs a part. Raises UserError if it changes its input, or a buffer, in place."""
         given = [*_tensors(x), *inputs.batch.values()]
-        before = [tensor._version for tensor in given]
-        buffers = [(name, b, b._version) for name, b in module.named_buffers()]
+        before = [version_of(tensor) for tensor in given]
+        buffers = [(name, b, version_of(b)) for name, b in module.named_buffers()]
         with self._named(part, x):
             out = module(inputs) if part == EMBEDDING else module(x, inputs)
-        if [tensor._version for tensor in given] != before:
+        if [version_of(tensor) for tensor in given] != before:
             raise UserError(
                 f"{part} of {name_of(self.model)} changes its input in place, which other parts "
                 "and a repeated forward still read; give back a new tensor, as x + y for x.add_(y)"
             )
         now = dict(module.named_buffers())
         for name, buffer, version in buffers:
-            if now.get(name) is not buffer or buffer._version != version:
+            if now.get(name) is not buffer or version_of(buffer) != version:
                 raise UserError(
                     f"{part} of {name_of(self.model)} changes its buffer {name} in a forward: it "
                     "would depend on the split of the batch over ranks and micro-batches, and is "
@@ -176,11 +177,11 @@ class OwnStage(StageModule):
 
     def run_loss(self, outputs: Any, inputs: LayerInputs) -> Any:
         """Returns the loss of what the head gave. Raises UserError if it changes a sample."""
-        before = {name: field._version for name, field in inputs.batch.items()}
+        before = {name: version_of(field) for name, field in inputs.batch.items()}
         with self._named("loss"):
             loss = self.model.loss(outputs, inputs)
         for name, field in inputs.batch.items():
-            if before.get(name) != field._version:
+            if before.get(name) != version_of(field):
                 raise UserError(
                     f'the loss of {name_of(self.model)} changes inputs.batch["{name}"] in place, '
                     "which a repeated call still reads; make a new tensor, as by x.clone()"
@@ -215,7 +216,7 @@ def _check_output(out: Any, part: str, model: str) -> None:
         )
 
 
-class OwnArchitecture:
+class OwnArchitecture(Architecture[OwnStage]):
     """Builds the stages of a user's own model; the methods do what `Architecture` says."""
 
     counts_loss = True

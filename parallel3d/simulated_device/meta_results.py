@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.private_names import storage_address
+from parallel3d.simulated_device.recurrent_cells import CELLS
 
 
 class _New(NamedTuple):
@@ -46,14 +47,15 @@ class MetaResults:
 
     def run(self, operator: Callable[..., Any], data: list[Any], named: dict[str, Any]) -> Any:
         """Returns what `operator(*data, **named)` returns; the operator must be no view."""
+        compute = CELLS.get(operator, operator)
         try:
             key = operator, _key(data), _key([*named.items()]), torch.get_default_dtype()
             known = self._known.get(key)
         except (_Unknown, TypeError):  # TypeError: an argument is not hashable
-            return operator(*data, **named)
+            return compute(*data, **named)
         if known is not None:
             return _made(known[0], data)
-        out = operator(*data, **named)
+        out = compute(*data, **named)
         if key not in self._known:
             if len(self._known) >= self.most:
                 self._known.clear()

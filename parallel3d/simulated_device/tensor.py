@@ -20,10 +20,13 @@ from parallel3d.private_names import (
     OF_UNKNOWN_SIZE,
     OVERWRITING,
     WITHOUT_A_KERNEL,
+    DisabledDispatch,
     TensorBase,
     aten_foreach_copy_,
     aten_fused_sgd_,
     disabled_torch_function,
+    include_meta,
+    includes_meta,
     local_scalar_dense,
     make_wrapper_subclass,
     schema_of,
@@ -455,6 +458,22 @@ def _index_add(
     return run(operator, table, dim, index, source, **kwargs)
 
 
+def _transpose_in_place(operator: Any, tensor: SimulatedTensor, a: int, b: int) -> SimulatedTensor:
+    """Transposes the data, and the sizes that the tensor itself shows.
+
+    As PyTorch's own wrappers do, it runs the operator on the wrapper as on a meta tensor.
+    """
+    operator(tensor.data_, a, b)
+    included = includes_meta()
+    with DisabledDispatch():
+        include_meta(True)
+        try:
+            operator(tensor, a, b)
+        finally:
+            include_meta(included)
+    return tensor
+
+
 def _flipped(tensor: SimulatedTensor) -> SimulatedTensor:
     return SimulatedTensor(tensor.data_.flip(0), tensor.device_index)
 
@@ -465,6 +484,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     to_copy.default: _to,
     local_scalar_dense.default: _scalar,
     aten.index_add_.default: _index_add,
+    aten.transpose_.default: _transpose_in_place,
     aten.addmm.dtype: _addmm,
     aten.addmm.dtype_out: _addmm,
 }

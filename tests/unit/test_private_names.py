@@ -132,10 +132,10 @@ def at_the_end() -> list[str]:
 
 def version_stays() -> bool:
     x = torch.ones(1)
-    before = x._version
+    before = names.version_of(x)
     with names.unsafe_preserve_version_counter((x,)):
         x.add_(1)
-    return x._version == before and x.item() == 2
+    return names.version_of(x) == before and x.item() == 2
 
 
 def saving(what: Callable[[], Any]) -> Any:
@@ -156,6 +156,24 @@ def wrapper() -> bool:
         layout=torch.strided, device=torch.device("cpu"),
     )  # fmt: skip
     return made.shape == (2, 3) and type(made) is Wrapper
+
+
+def sizes_of_a_wrapper_change() -> bool:
+    class Wrapper(Tensor):
+        __torch_function__ = names.disabled_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, operator: Any, *call: Any) -> Any:
+            (wrapped, *rest), included = call[1], names.includes_meta()
+            with names.DisabledDispatch():
+                names.include_meta(True)
+                operator(wrapped, *rest)
+                names.include_meta(included)
+            return wrapped
+
+    made = names.make_wrapper_subclass(Wrapper, torch.Size([2, 3]), device=torch.device("cpu"))
+    made.transpose_(0, 1)
+    return made.shape == (3, 2) and not names.includes_meta()
 
 
 def same_storage() -> bool:
@@ -257,6 +275,19 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
     "aten_fused_sgd_": lambda: arguments(names.aten_fused_sgd_)[:2] == ["self", "grads"],
     "to_copy": lambda: {"dtype", "device", "non_blocking"} <= set(arguments(names.to_copy)),
     "local_scalar_dense": lambda: names.local_scalar_dense(torch.tensor(3)) == 3,
+    "fused_gru_cell": lambda: (
+        arguments(names.fused_gru_cell)[:3] == ["input_gates", "hidden_gates", "hx"]
+    ),
+    "fused_gru_cell_backward": lambda: (
+        arguments(names.fused_gru_cell_backward) == ["grad_hy", "workspace", "has_bias"]
+    ),
+    "fused_lstm_cell": lambda: (
+        arguments(names.fused_lstm_cell)[:3] == ["input_gates", "hidden_gates", "cx"]
+    ),
+    "fused_lstm_cell_backward": lambda: (
+        arguments(names.fused_lstm_cell_backward)
+        == ["grad_hy", "grad_cy", "cx", "cy", "workspace", "has_bias"]
+    ),
     "functional_collectives": lambda: (
         arguments(names.functional_collectives.all_reduce) == ["input", "reduce_op", "group_name"]
         and arguments(names.functional_collectives.all_gather_into_tensor)
@@ -277,11 +308,15 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
         and saving(lambda: names.top_saved_tensors_hooks(True)) is not None
     ),
     "execution_engine": lambda: at_the_end() == ["hook", "end"],
+    "version_of": lambda: names.version_of(torch.ones(1).add_(1).add_(1)) == 2,
     "unsafe_preserve_version_counter": version_stays,
     "DispatchMode": operators_seen,
     "storage_address": same_storage,
     "make_wrapper_subclass": wrapper,
     "disabled_torch_function": wrapper,
+    "DisabledDispatch": sizes_of_a_wrapper_change,
+    "includes_meta": sizes_of_a_wrapper_change,
+    "include_meta": sizes_of_a_wrapper_change,
     "TensorBase": data_is_set,
     "Future": lambda: isinstance(torch.futures.Future(), names.Future),
     "is_dense": lambda: (
@@ -448,6 +483,7 @@ FOREIGN = ("torch", "hydra", "omegaconf", "wandb", "tokenizers", "numpy", "fsspe
 # Documented names, although they begin with an underscore.
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames"}
 DOCUMENTED |= {"_DummyThread"}  # names of Python itself
+DOCUMENTED |= {"_target_"}  # Hydra's key for a class
 TYPES_ALONE = {"_typeshed"}
 
 

@@ -262,15 +262,17 @@ def their_side(
     fails.
     """
     import transformers
+    from transformers.models.auto import modeling_auto
 
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            auto = transformers.AutoModelForCausalLM
+            auto, classes = transformers.AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING"
             if wrapped:  # the text part of a vision model
                 auto = transformers.AutoModelForImageTextToText
+                classes = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"
             given: dict[str, Any] = {}
             if alone or weights is not None:
                 whole = transformers.AutoConfig.from_pretrained(
@@ -282,7 +284,8 @@ def their_side(
                 for part in (whole, whole.get_text_config()):
                     part.__dict__.pop(QUANTIZED, None)
                 # Without a folder, only the class itself takes weights.
-                auto, source = auto._model_mapping[type(given["config"])], None
+                auto = getattr(modeling_auto, classes)[type(given["config"])]
+                source = None
                 given["state_dict"] = dict(weights)
             theirs = auto.from_pretrained(
                 source,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +86,24 @@ class WithoutKernel(Images):
         return Fails(self.hidden)
 
 
+class Recurrent(nn.Module):
+    """Has layers that run as fused cells on an accelerator."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(hidden, hidden, batch_first=True)
+        self.lstm = nn.LSTM(hidden, hidden)
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        y, _ = self.gru(x.unsqueeze(1))
+        return x + self.lstm(y.transpose(0, 1))[0].squeeze(0)
+
+
+class OfRecurrence(Images):
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Recurrent(self.hidden)
+
+
 def config_of(images: Images | None = None, **keys: object) -> Config:
     example = {"image": np.zeros(PIXELS, np.float32), "kind": 0}
     model = replace(own_config(ModelConfig(), images or Images()), example=example)
@@ -104,8 +123,15 @@ CASES: dict[str, dict[str, object]] = {
 SCRIPT = """
 import json
 from parallel3d.commands.dry_ranks import find_facts
-from tests.unit.dryrun.test_dryrun_own_model import CASES, config_of
-print(json.dumps({name: find_facts(config_of(**keys)) for name, keys in CASES.items()}))
+from parallel3d.errors import UserError
+from tests.unit.dryrun.test_dryrun_own_model import CASES, OfRecurrence, WithoutKernel, config_of
+found = {name: find_facts(config_of(**keys)) for name, keys in CASES.items()}
+found["recurrent"] = find_facts(config_of(OfRecurrence()))
+try:
+    find_facts(config_of(WithoutKernel()))
+except UserError as error:
+    found["without kernel"] = str(error)
+print(json.dumps(found))
 """
 
 
@@ -138,3 +164,21 @@ def test_a_dry_run_counts_every_product_of_a_model(facts: dict[str, Any]) -> Non
     # The input of the embedding needs no gradient.
     expected = samples * (6 * matrices - 2 * PIXELS * H)
     assert math.isclose(facts["one"]["flops"], expected, rel_tol=1e-6)
+
+
+def test_a_dry_run_counts_every_product_of_recurrent_layers(facts: dict[str, Any]) -> None:
+    """A gate multiplies the input and the state; the first state needs no gradient."""
+    config, found = config_of(OfRecurrence()), facts["recurrent"]
+    gates = 4 * (3 + 4) * H * H
+    ends = PIXELS * H + H * KINDS
+    expected = 6 * ends - 2 * PIXELS * H + gates * (6 + 4)
+    assert math.isclose(found["flops"], config.global_batch_size * expected, rel_tol=1e-6)
+    held = sum(parameter.numel for parameter in PipelineRank(blueprint_of(config), 0).parameters)
+    assert found["live_bytes"]["optimizer"] == pytest.approx(8 * held, rel=0.02)
+
+
+def test_a_dry_run_of_a_model_that_fails_names_the_part_and_the_line(
+    facts: dict[str, Any],
+) -> None:
+    said = r"WithoutKernel cannot run .* no kernel\. .* in head of WithoutKernel at \S+\.py:\d+"
+    assert re.search(said, facts["without kernel"])
