@@ -1,0 +1,274 @@
+"""Computes the gated delta rule in chunks, in plain operations (Yang et al. 2024, 2412.06464).
+
+For each value head, with a state S (key width, value width), a token does
+
+    S ← e^g · S;  S ← S + k ⊗ β · (v − Sᵀk);  o = Sᵀq
+
+where g ≤ 0 is the logarithm of the decay. A chunk of C tokens acts on the state before it as
+S ← M·S + S', so only the states at the starts of chunks depend on each other; the rest is computed
+for all chunks at once. With γ the sums of g from the start of the chunk, and the products of the
+tokens of a chunk as matrices:
+
+    T = (I + tril₋₁(β · KKᵀ ⊙ decay))⁻¹, decay_ij = e^{γi − γj}
+    U = T·βV;  W = T·β(e^γ · K);  K̃ = e^{γC − γ} · K
+    M = e^{γC} · I − K̃ᵀW;  S' = K̃ᵀU
+    O = (e^γ · Q)·S + tril(QKᵀ ⊙ decay)·(U − W·S)
+
+Every decay is the exponential of a difference that is at most 0. Where a document begins, all
+decays across the bound are exactly 0, so the state is dropped.
+
+The backward keeps the inputs alone, and computes the rest again. The scan of states backwards is
+dS ← Mᵀ·dS + (e^γ · Q)ᵀdO − WᵀAᵀdO, where A is the decayed QKᵀ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    begins: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (b, s, value heads, dv) in the dtype of v, and the state after the tokens.
+
+    Value head j reads key head ⌊j · key heads / value heads⌋. Everything is computed in fp32 or
+    better, like the state.
+
+    Args:
+        q, k: (b, s, key heads, dk), after their norms and the scale of q.
+        v: (b, s, value heads, dv).
+        g, beta: (b, s, value heads), the logarithm of the decay and the rate of writing.
+        state: (b, value heads, dk, dv), the state before the tokens; None: zero.
+        begins: (b, s) bool, whether a document begins with the token; None: none does.
+        chunk: number of tokens of a chunk.
+    """
+    if state is None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        state = q.new_zeros(len(q), v.shape[2], q.shape[3], v.shape[3], dtype=wide)
+    return _Rule.apply(q, k, v, g, beta, state, begins, chunk)
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        begins: Tensor | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, g, beta, state, begins)
+        ctx.chunk = chunk
+        of = Chunks(q, k, v, g, beta, begins, chunk)
+        states = of.states(state)
+        return of.output(states), states[-1].view_as(state).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, state, begins = ctx.saved_tensors
+        of = Chunks(q, k, v, g, beta, begins, ctx.chunk)
+        states = of.states(state)
+        found = of.gradients(grad, grad_state, states)
+        return *found, None, None
+
+
+class Chunks:
+    """The chunks of some tokens, and what each does whatever the state before it is.
+
+    Arguments are as in `delta_rule`. All tensors within have (chunks, b · value heads) before their
+    other dimensions, which are (tokens of a chunk, width) but for the states.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        begins: Tensor | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.inputs = q, k, v, g, beta
+        self.wide = torch.promote_types(q.dtype, torch.float32)
+        self.batch, self.length, self.heads = v.shape[:3]
+        self.times = self.heads // k.shape[2]
+        self.chunk = chunk
+        self.k = k = self._in_chunks(k, self.times)
+        self.v = v = self._in_chunks(v)
+        gamma = self._in_chunks(g.unsqueeze(-1)).cumsum(dim=-2)
+        self.beta = beta = self._in_chunks(beta.unsqueeze(-1))
+        places = torch.arange(chunk, device=k.device)
+        seen = places.unsqueeze(1) >= places
+        end = gamma[..., -1:, :]
+        if begins is None:
+            self.decay = (gamma - gamma.mT).masked_fill(~seen, -torch.inf).exp_()
+            self.since = gamma.exp()
+            self.until = (end - gamma).exp_()
+        else:
+            number = self._in_chunks(begins[..., None, None], self.heads).cumsum(dim=-2)
+            apart = ~seen | (number != number.mT)
+            self.decay = (gamma - gamma.mT).masked_fill(apart, -torch.inf).exp_()
+            self.since = gamma.masked_fill(number > 0, -torch.inf).exp_()
+            later = number != number[..., -1:, :]
+            self.until = (end - gamma).masked_fill(later, -torch.inf).exp_()
+        self.whole = self.since[..., -1:, :]
+        self.q = self._in_chunks(q, self.times)
+        self.k_since = self.since * k
+        self.k_until = self.until * k
+        self.products = k @ k.mT * self.decay
+        # The solver reads neither the diagonal, which stands for 1, nor what is above it.
+        self.lower = beta * self.products
+        given = beta * torch.cat((v, self.k_since), dim=-1)
+        self.solved = torch.linalg.solve_triangular(
+            self.lower, given, upper=False, unitriangular=True
+        )
+        self.u, self.w = self.solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+        added, moved = (self.k_until.mT @ self.solved).split((v.shape[-1], k.shape[-1]), dim=-1)
+        self.added = added
+        self.moves = torch.diag_embed(self.whole.expand(*k.shape[:2], 1, k.shape[-1]).squeeze(-2))
+        self.moves = self.moves - moved
+
+    def _in_chunks(self, x: Tensor, times: int = 1) -> Tensor:
+        """Returns (b, s, heads, width) as chunks, with each head `times` times."""
+        padding = -self.length % self.chunk
+        x = F.pad(x.to(self.wide), (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, self.chunk))
+        x = x.permute(1, 0, 3, 2, 4)
+        if times > 1:
+            x = x.unsqueeze(3).expand(-1, -1, -1, times, -1, -1)
+        return x.reshape(len(x), self.batch * self.heads, self.chunk, -1)
+
+    def _of_tokens(self, x: Tensor, like: Tensor, times: int = 1) -> Tensor:
+        """Returns chunks as (b, s, heads, width) in the dtype of `like`; repeated heads add up."""
+        x = x.unflatten(1, (self.batch, self.heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+        x = x[:, : self.length]
+        if times > 1:
+            x = x.unflatten(2, (-1, times)).sum(dim=3)
+        return x.to(like.dtype).contiguous()
+
+    def transition(self) -> tuple[Tensor, Tensor]:
+        """Returns M (b, heads, dk, dk) and S' (b, heads, dk, dv): the tokens do S ← M·S + S'."""
+        dk, dv = self.k.shape[-1], self.v.shape[-1]
+        move, add = self.moves[0], self.added[0]
+        for c in range(1, len(self.moves)):
+            both = self.moves[c] @ torch.cat((move, add), dim=-1)
+            move, add = both.split((dk, dv), dim=-1)
+            add = add + self.added[c]
+        of_heads = self.batch, self.heads, dk
+        return move.reshape(*of_heads, dk), add.reshape(*of_heads, dv)
+
+    def states(self, state: Tensor) -> Tensor:
+        """Returns the state before each chunk and after the last, given the one before the first.
+
+        The result is (chunks + 1, b · heads, dk, dv).
+        """
+        found = [state.to(self.wide).flatten(0, 1)]
+        for move, add in zip(self.moves, self.added, strict=True):
+            found.append(torch.baddbmm(add, move, found[-1]))
+        return torch.stack(found)
+
+    def output(self, states: Tensor) -> Tensor:
+        """Returns the output of all tokens (b, s, heads, dv)."""
+        before = states[:-1]
+        written = self.u - self.w @ before
+        found = (self.since * self.q) @ before + self._scores() @ written
+        return self._of_tokens(found, self.inputs[2])
+
+    def _scores(self) -> Tensor:
+        """Returns the decayed QKᵀ."""
+        return self.q @ self.k.mT * self.decay
+
+    def entering(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of O by chunks, and what it adds to those of the states before."""
+        grad = self._in_chunks(grad)
+        of_scores = self._scores().mT @ grad
+        return grad, (self.since * self.q).mT @ grad - self.w.mT @ of_scores
+
+    def before(self, added: Tensor, grad_state: Tensor) -> Tensor:
+        """Returns the gradient of the states that `states` returns.
+
+        Args:
+            added: what each chunk adds (`entering`).
+            grad_state: (b, heads, dk, dv), the gradient of the last state.
+        """
+        found = [grad_state.to(self.wide).flatten(0, 1)]
+        for c in reversed(range(len(added))):
+            found.append(torch.baddbmm(added[c], self.moves[c].mT, found[-1]))
+        return torch.stack(found[::-1])
+
+    def gradients(self, grad: Tensor, grad_state: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k, v, g, beta and the state before the tokens."""
+        grad, added = self.entering(grad)
+        of_states = self.before(added, grad_state)
+        after, first = of_states[1:], of_states[0]
+        return *self._of_inputs(grad, after, states[:-1]), first.view_as(grad_state)
+
+    def _of_inputs(self, grad: Tensor, after: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k, v, g and beta.
+
+        Args:
+            grad: gradient of the output, by chunks.
+            after: gradient of the state after each chunk.
+            before: the state before each chunk.
+        """
+        q, k, v, beta, decay = self.q, self.k, self.v, self.beta, self.decay
+        written = self.u - self.w @ before
+        scores = self._scores()
+        of_written = scores.mT @ grad + self.k_until @ after
+        # O = (e^γ Q)·S + A·V', with A the scores
+        of_q_since = grad @ before.mT
+        of_scores = grad @ written.mT * decay  # of QKᵀ
+        of_q = self.since * of_q_since + of_scores @ k
+        of_k = of_scores.mT @ q
+        # S_out = e^{γC}·S + K̃ᵀV'
+        of_k_until = written @ after.mT
+        of_k = of_k + self.until * of_k_until
+        # V' = U − W·S, and (U | W) solves the triangular system
+        of_solved = torch.cat((of_written, -of_written @ before.mT), dim=-1)
+        of_given = torch.linalg.solve_triangular(
+            self.lower.mT, of_solved, upper=True, unitriangular=True
+        )
+        of_v_given, of_k_given = of_given.split((v.shape[-1], k.shape[-1]), dim=-1)
+        of_lower = -(of_given @ self.solved.mT).tril(-1)
+        of_beta = (of_lower * self.products).sum(-1, keepdim=True)
+        of_beta = of_beta + (of_v_given * v).sum(-1, keepdim=True)
+        of_k_since = (of_k_given * self.k_since).sum(-1, keepdim=True)
+        of_beta = of_beta + of_k_since
+        of_products = beta * of_lower * decay  # of KKᵀ
+        of_k = of_k + of_products @ k + of_products.mT @ k + self.since * beta * of_k_given
+        # Each decay is e to a difference of two γ.
+        pairs = of_lower * self.lower + of_scores * (q @ k.mT)
+        of_gamma = pairs.sum(-1, keepdim=True) - pairs.sum(-2).unsqueeze(-1)
+        of_gamma = of_gamma + beta * of_k_since
+        of_gamma = of_gamma + (of_q_since * self.since * q).sum(-1, keepdim=True)
+        of_until = (of_k_until * self.k_until).sum(-1, keepdim=True)
+        of_gamma = of_gamma - of_until
+        of_end = of_until.sum(-2, keepdim=True)
+        of_end = of_end + self.whole * (after * before).sum((-1, -2)).unsqueeze(-1).unsqueeze(-1)
+        of_gamma[..., -1:, :] += of_end
+        of_g = of_gamma.flip(-2).cumsum(-2).flip(-2)
+        given_q, given_k, given_v, given_g, given_beta = self.inputs
+        return (
+            self._of_tokens(of_q, given_q, self.times),
+            self._of_tokens(of_k, given_k, self.times),
+            self._of_tokens(beta * of_v_given, given_v),
+            self._of_tokens(of_g, given_g.unsqueeze(-1)).squeeze(-1),
+            self._of_tokens(of_beta, given_beta.unsqueeze(-1)).squeeze(-1),
+        )
