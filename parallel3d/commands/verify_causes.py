@@ -26,6 +26,7 @@ from parallel3d.config.fields import with_values
 from parallel3d.data_parallel.keys import DataParallelConfig
 from parallel3d.errors import UserError, said_in_full
 from parallel3d.models.layer_inputs import LayerInputs
+from parallel3d.models.own_loss import checked_count, checked_sum
 from parallel3d.models.own_model import EMBEDDING, HEAD
 from parallel3d.models.own_stage import OwnStage
 from parallel3d.parameters.gather import gather_shards
@@ -116,22 +117,25 @@ class _Calls:
             if alone and (why := _depends(whole, alone)):
                 yield ModelFinding(_mixing(part, module, why, len(alone)))
                 return
-        if alone:
-            yield from self._loss(whole, alone)
+        yield from self._loss(whole, alone, crosses)
 
     def _call(self, part: str, x: Any, inputs: LayerInputs) -> Any:
         return self.stage.run_part(part, self.parts[part], inputs, x=x)
 
     def _foreign(self, part: str, out: Any) -> str | None:
-        """Returns a sentence if a part computes with a parameter of another part, else None."""
+        """Returns a sentence if a part computes with a parameter of another part, else None.
+
+        The loss may compute with those of the head, with which it is on one rank.
+        """
         used = parameters_behind(tensors_in(out))
+        own = HEAD if part == LOSS else part
         for name, parameter in self.stage.named_parameters():
-            if parameter in used and not name.startswith(f"{part}."):
+            if parameter in used and not name.startswith(f"{own}."):
                 owner = next(other for other in self.parts if name.startswith(f"{other}."))
                 return (
-                    f"{part} computes with {name}, a parameter of {owner}, which it holds by a "
+                    f"{_said(part)} computes with {name}, a parameter of {owner}, held by a "
                     "closure or an attribute: with pp above 1 the two may lie on different ranks; "
-                    f"give {part} a module of its own"
+                    f"give {own} a module of its own"
                 )
         return None
 
@@ -142,18 +146,33 @@ class _Calls:
             return None
         shapes = _listed(sorted({str(tuple(tensor.shape)) for tensor in strange}))
         return (
-            f"{part} computes with a tensor of shape {shapes} that requires a gradient but belongs "
-            "to no part, as one that the model's object holds: it is neither trained nor saved, "
-            f"and ranks without the part that made it do not have it; make it a parameter of {part}"
+            f"{_said(part)} computes with a tensor of shape {shapes} that requires a gradient but "
+            "belongs to no part, as one that the model's object holds: it is neither trained nor "
+            "saved, and ranks without the part that made it do not have it; make it a parameter "
+            f"of {HEAD if part == LOSS else part}"
         )
 
-    def _loss(self, whole: Any, alone: Sequence[Any]) -> Iterator[ModelFinding]:
-        """Yields a finding if the loss of the samples is not the sum of the losses of each."""
-        of_whole = self.stage.run_loss(whole, self.inputs)
-        of_each = [self.stage.run_loss(x, one) for x, one in zip(alone, self.singles, strict=True)]
-        total, count = float(of_whole.sum), float(of_whole.count)
-        totals = math.fsum(float(one.sum) for one in of_each)
-        counts = math.fsum(float(one.count) for one in of_each)
+    def _loss(self, whole: Any, alone: Sequence[Any], crosses: bool) -> Iterator[ModelFinding]:
+        """Yields what is found about the loss: above all, if it is not the sum of those of each."""
+        loss = self.stage.run_loss(whole, self.inputs)
+        if sentence := self._foreign(LOSS, loss.sum):
+            yield ModelFinding(sentence, fails=crosses, stops=crosses)
+        if sentence := self._of_no_part(LOSS, loss.sum):
+            yield ModelFinding(sentence, stops=crosses)
+        total, count = _numbers(loss)
+        again = _numbers(self.stage.run_loss(whole, self.inputs))
+        if not (_near(total, again[0]) and _near(count, again[1])):
+            yield ModelFinding(
+                "the loss returns other values when it is called twice with the same outputs and "
+                "samples: it draws random numbers, or keeps something of the call before, which "
+                "differs between layouts; compute them from inputs.samples and inputs.batch"
+            )
+            return
+        if not alone:
+            return
+        of_each = zip(alone, self.singles, strict=True)
+        each = [_numbers(self.stage.run_loss(x, one)) for x, one in of_each]
+        totals, counts = (math.fsum(numbers) for numbers in zip(*each, strict=True))
         if _near(total, totals) and _near(count, counts):
             return
         means_agree = count > 0 < counts and _near(total / count, totals / counts)
@@ -170,6 +189,16 @@ class _Calls:
             ),
             fails=not means_agree,
         )
+
+
+def _said(part: str) -> str:
+    return "the loss" if part == LOSS else part
+
+
+def _numbers(loss: Any) -> tuple[float, float]:
+    """Returns the sum and the count of a loss."""
+    total = checked_sum(loss).detach()
+    return float(total), float(checked_count(loss.count, total))
 
 
 def parts_of_stage(stage: OwnStage) -> Iterator[tuple[str, nn.Module]]:
@@ -231,15 +260,31 @@ def _depends(whole: Any, alone: Sequence[Any]) -> str | None:
         if len(each) < len(parts):
             return "it returns another number of tensors"
         if all(one.shape == together.shape for one in each):  # it has no dimension of samples
-            if not all(_close(one, together) for one in each):
-                return "its output, which has no dimension of samples, is not the same"
-            continue
-        shapes = {tuple(one.shape) for one in each}
-        if together.dim() == 0 or shapes != {(1, *together.shape[1:])}:
+            if all(_close(one, together) for one in each) or _close(sum(each), together):
+                continue
+            return "its output, which has no dimension of samples, is not the same"
+        joined = [*_joined(each, together.shape)]
+        if not joined:
+            shapes = {tuple(one.shape) for one in each}
             return f"its output has shape {tuple(together.shape)} and {_listed(map(str, shapes))}"
-        if not _close(torch.cat(each), together):
+        if not any(_close(one, together) for one in joined):
             return "its output differs"
     return None
+
+
+def _joined(each: Sequence[Tensor], shape: torch.Size) -> Iterator[Tensor]:
+    """Yields the tensors of this shape in which samples follow each other along a dimension.
+
+    The samples may have a dimension of their own, or share one with what is theirs: (b·s, h) as
+    well as (s·b, h).
+    """
+    if len({one.shape for one in each}) > 1 or each[0].dim() != len(shape):
+        return
+    for dim in range(len(shape)):
+        joined = torch.cat([*each], dim)
+        if joined.shape == shape:
+            yield joined
+            yield torch.stack([*each], dim + 1).flatten(dim, dim + 1)
 
 
 def parameters_behind(outputs: Iterable[Tensor]) -> set[Tensor]:
@@ -281,9 +326,10 @@ def _detached(value: Any) -> Any:
 
 
 def _close(a: Any, b: Any) -> bool:
-    pairs = [*zip(tensors_in(a), tensors_in(b), strict=True)]
-    return all(
-        x.shape == y.shape and bool(_apart(x.double(), y.double()) <= SAME_OUTPUT) for x, y in pairs
+    of_a, of_b = tensors_in(a), tensors_in(b)
+    return len(of_a) == len(of_b) and all(
+        x.shape == y.shape and _apart(x.double(), y.double()) <= SAME_OUTPUT
+        for x, y in zip(of_a, of_b, strict=True)
     )
 
 
@@ -374,6 +420,14 @@ def causes(make: MakeTrainer, config: Config, groups: ProcessGroups, step: int) 
 
     Step 0 is the comparison before the first. Other ranks get []. The call is collective.
     """
+    name = config.precision.name
+    if step and name != "fp64":  # which was compared before
+        sentence = (
+            f"all steps agree in fp64, so they differ in {name} by rounding, which something in "
+            "the model enlarges, such as a long sum, or a softmax or a loss below fp32; compute it "
+            "in fp32, or choose another precision.name"
+        )
+        return [sentence] if groups.rank == 0 else []
     trainer, layout = make(config, groups), groups.layout
     single = None
     if groups.rank == 0:
@@ -454,7 +508,7 @@ def _first_difference(of_ranks: Sequence[Prints], expected: Prints, layout: Layo
             return (
                 f"{_output_of(part)} is the first to differ from one process, by rounding alone: "
                 "something in it computes in fp32 or less in a run in fp64, as x.float() "
-                "does; keep the dtype of x"
+                "does, or enlarges rounding; keep the dtype of x"
             )
         if off:
             return _of_outputs(part, off, disagree, layout)

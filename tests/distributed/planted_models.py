@@ -242,6 +242,79 @@ class CountOverRanks(LossOverRanks):
         return p3d.Loss(loss.sum, loss.count / self.ranks)
 
 
+class RandomLoss(Sound):
+    def errors(self, outputs: Tensor, inputs: p3d.Inputs) -> Tensor:
+        return super().errors(outputs, inputs) * (torch.rand(outputs.shape) < 0.5)
+
+
+class LossOfAnotherPart(Sound):
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        self.first = Embedding(self.hidden)
+        return self.first
+
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        loss = super().loss(outputs, inputs)
+        penalty = self.first.project.weight.square().sum()
+        return p3d.Loss(loss.sum + penalty * loss.count, loss.count)
+
+
+class EnlargedRounding(Sound):
+    class Waves(Head):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return torch.sin(30 * super().forward(x, inputs))
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Waves(self.hidden)
+
+
+# Where the samples are in x
+
+
+class SamplesSecond(Sound):
+    """x is (s, b, h)."""
+
+    class Inputs(Embedding):
+        def forward(self, inputs: p3d.Inputs) -> Any:
+            return super().forward(inputs).transpose(0, 1).contiguous()
+
+    class Outputs(Head):
+        def forward(self, x: Any, inputs: p3d.Inputs) -> Tensor:
+            return super().forward(x.transpose(0, 1), inputs)
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Inputs(self.hidden)
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Outputs(self.hidden)
+
+
+class SamplesTogether(SamplesSecond):
+    """x is (s · b, h), and a penalty that is a sum over the samples."""
+
+    class Inputs(Embedding):
+        def forward(self, inputs: p3d.Inputs) -> Any:
+            x = super().forward(inputs).transpose(0, 1).flatten(0, 1)
+            return x, x.new_zeros(1)
+
+    class Adding(Block):
+        def forward(self, x: Any, inputs: p3d.Inputs) -> Any:
+            x, penalty = x
+            return super().forward(x, inputs), penalty + x.square().sum()
+
+    class Outputs(Head):
+        def forward(self, x: Any, inputs: p3d.Inputs) -> Any:
+            x, penalty = x
+            return super().forward(x.unflatten(0, (3, -1)).transpose(0, 1), inputs), penalty
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Adding(self.hidden, parallel)
+
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        outputs, penalty = outputs
+        loss = super().loss(outputs, inputs)
+        return p3d.Loss(loss.sum + 0.1 * penalty.sum(), loss.count)
+
+
 # Modules
 
 

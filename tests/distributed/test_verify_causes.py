@@ -27,14 +27,16 @@ from tests.distributed.pool import Pool
 pytestmark = pytest.mark.nightly
 
 TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
-KEYS = {"precision.name": "fp64", "micro_batch_size": 2, "global_batch_size": 8, "device": "cpu"}
+KEYS = {"micro_batch_size": 2, "global_batch_size": 8, "device": "cpu", "data.name": "own"}
 
 
-def verified(name: str, sizes: dict[str, Any], masked: bool) -> tuple[int, str]:
+def verified(
+    name: str, sizes: dict[str, Any], masked: bool, precision: str = "fp64"
+) -> tuple[int, str]:
     """Returns the exit code of `verify` on this rank, and what it has said or why it refused."""
     try:
         model = own_config(ModelConfig(), getattr(planted, name)())
-        config = with_values(Config(model=model), KEYS | {"data.name": "own", **sizes})
+        config = with_values(Config(model=model), KEYS | {"precision.name": precision, **sizes})
         config = check_config(config, own_samples=True)
     except UserError as error:
         return 2, str(error)
@@ -75,6 +77,17 @@ CASES = [
     ("BatchStatistic", DP, False, 1, r"layers\.1 .*as layers\.1\.batch does.*statistic over the"),
     ("MovingBuffer", DP, False, 1, r"layers\.1 .*changes its buffer batch\.num"),
     ("MeanOverMicroBatch", DP, False, 1, r"averages over a micro-batch.*their number"),
+    ("RandomLoss", DP, False, 1, r"the loss returns other values when it is called twice"),
+    (
+        "LossOfAnotherPart",
+        PP,
+        False,
+        1,
+        r"the loss computes with embedding\.project\.weight, a parameter of embedding",
+    ),
+    ("LossOfAnotherPart", DP, False, 0, r"the loss computes with embedding"),
+    ("SamplesSecond", PP, True, 0, "^$"),
+    ("SamplesTogether", PP, True, 0, "^$"),
     ("MeanOfOne", DP, True, 1, r"averages over a micro-batch.*micro_batch_size"),
     ("LossOverRanks", TP, False, 1, r"loss of a micro-batch is the first to differ"),
     ("CountOverRanks", TP, False, 1, r"all gradients are 2 times .* the loss or its count"),
@@ -122,3 +135,9 @@ def test_a_mistake_in_a_users_own_model_is_named_with_its_cause(
     assert first_code == code, sentence
     assert re.search(said, sentence, re.DOTALL), sentence
     assert "\n" not in sentence
+
+
+def test_rounding_that_a_model_enlarges_is_told_from_a_mistake(pool: Pool) -> None:
+    code, sentence = pool.run(2, verified, "EnlargedRounding", TP, False, "fp32")[0]
+    assert code == 1
+    assert re.search(r"; all steps agree in fp64, so they differ in fp32 by rounding", sentence)
