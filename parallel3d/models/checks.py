@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,14 @@ from parallel3d.models.declared import ATTENTION, MIXERS
 from parallel3d.models.dialect import (
     FULL,
     FULL_NOPE,
+    GATED_DELTANET,
     LAYER_TYPES,
     LLAMA3,
     LONGROPE,
     SLIDING,
     SLIDING_NOPE,
     YARN,
+    DeltaKeys,
 )
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import Repeats
@@ -165,10 +168,34 @@ def check_layer_types(model: ModelConfig) -> None:
             f"model.position_embedding={model.position_embedding}; the nearest is "
             f"model.layer_types={show(fixed)}."
         )
+    _check_delta(model, words)
     base = model.sliding_rotary_base
     if base is not None and all(rope.is_scaled for rope in model.ropes):
         raise UserError(
             f"model.sliding_rotary_base={show(base)} is the RoPE base of sliding layers, but with "
             f"{shown} and model.position_embedding={model.position_embedding} none is rotated; "
             "the nearest is model.sliding_rotary_base=null."
+        )
+
+
+def _check_delta(model: ModelConfig, words: list[str]) -> None:
+    """Raises UserError if keys of gated DeltaNet contradict each other or have no such layer.
+
+    `words`: the layer types of the model.
+    """
+    shown = f"model.layer_types={show(list(model.layer_types))}"
+    for field in dataclasses.fields(DeltaKeys):
+        value = getattr(model, field.name)
+        if value != field.default and GATED_DELTANET not in words:
+            raise UserError(
+                f"model.{field.name}={show(value)} belongs to gated_deltanet, but {shown} "
+                f"has none among {model.num_layers} layers; the nearest is "
+                f"model.{field.name}={show(field.default)}."
+            )
+    heads, key_heads = model.value_heads, model.key_heads
+    if GATED_DELTANET in words and heads % key_heads:
+        raise UserError(
+            f"model.delta_value_heads={heads} must be a multiple of model.delta_key_heads="
+            f"{key_heads}, as each key head serves equally many value heads; the nearest is "
+            f"model.delta_value_heads={nearest_multiple(heads, key_heads)}."
         )

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parallel3d.models.dialect import Rope
+from parallel3d.models.dialect import GATED_DELTANET, Rope
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.survey import survey_of
 from parallel3d.parameters.declaration import (
     Dimension,
+    Drawn,
     FullTensor,
     Held,
     column_parallel,
@@ -42,9 +43,9 @@ class LayerKind(NamedTuple):
         window: number of keys that a query sees, its own included, or None for all up to its own.
         rope: rotary positions, or None if RoPE does not rotate q and k.
         mixer: what mixes tokens, a name in `MIXERS`; None: the layer has no first half.
-        heads: number of query heads.
-        kv_heads: number of key-value heads.
-        head_size: width of a head.
+        heads: number of query heads, or of the heads of another mixer's output.
+        kv_heads: number of key-value heads, or of the heads that another mixer's heads share.
+        head_size: width of a head of the output.
         norm_position: where the layer has norms, as in `model.norm_position`.
         own: which of the user's own blocks the layer is (`ModelSurvey.blocks`); None: it is a layer
             of the transformer.
@@ -66,14 +67,16 @@ class LayerKind(NamedTuple):
         if (survey := survey_of(model)) is not None:
             return cls(None, mixer=None, own=survey.block_of_layer[layer])
         attention, word = model.attention_kind(layer), model.layer_type(layer)
+        mixer = word if word in MIXERS else ATTENTION
+        heads = attention.heads, attention.kv_heads, attention.head_size
+        if (of_mixer := MIXERS[mixer].heads) is not None:
+            heads = of_mixer(model)
         return cls(
             EXPERTS if model.has_experts(layer) else DENSE,
             attention.window,
             attention.rope,
-            word if word in MIXERS else ATTENTION,
-            attention.heads,
-            attention.kv_heads,
-            attention.head_size,
+            mixer,
+            *heads,
             model.norm_position,
         )
 
@@ -193,6 +196,39 @@ def attention(model: ModelConfig, kind: LayerKind) -> Held:
     return placed("qkv", qkv) | norms | placed("out", out)
 
 
+def gated_deltanet(model: ModelConfig, kind: LayerKind) -> Held:
+    """Declares gated DeltaNet: one linear layer of its input, a convolution, decay, norm, output.
+
+    The matrices of the linear layer are those of the output's gate z, of the learning rate β (b)
+    and the decay (a) of each value head, and of v, q and k, which pass the convolution. The rates
+    are drawn as in Mamba-2 (Dao and Gu 2024).
+    """
+    hidden, (key_size, value_size) = hidden_of(model), model.delta_sizes
+    values = Dimension("values", kind.heads * value_size, kind.heads)
+    of_head = Dimension("value_heads", kind.heads, kind.heads)
+    keys = Dimension("keys", kind.kv_heads * key_size, kind.kv_heads)
+    taps = Dimension("taps", model.delta_convolution)
+    convolved = {"v": values, "q": keys, "k": keys}  # what ranks may share comes last
+    matrices = {"z": values, "b": of_head, "a": of_head} | convolved
+    inner = column_parallel(matrices, hidden, model.init_std, bias=False)
+    std = (3 * taps.size) ** -0.5  # that of the uniform numbers which torch draws
+    convolution = tuple(
+        FullTensor(f"{name}_conv.weight", (channels, taps), 0, std, decays=False)
+        for name, channels in convolved.items()
+    )
+    decay = vector("A_log", of_head, split=0)._replace(wide=True, drawn=Drawn(0.0, 16.0, "log"))
+    time = decay._replace(name="dt_bias", drawn=Drawn(0.001, 0.1, "inverse_softplus"))
+    norm = vector("o_norm.weight", Dimension("head", value_size), fill=1.0)
+    own: Held = {
+        "conv.weight": convolution,
+        "rates.A_log": (decay,),
+        "rates.dt_bias": (time,),
+        "norm.weight": (norm._replace(of_heads=True, wide=True),),
+    }
+    out = row_parallel("out", values, hidden, output_std(model), bias=False)
+    return placed("inner", inner) | own | placed("out", out)
+
+
 def mlp(model: ModelConfig, width: int, bias: bool) -> Held:
     """Declares an MLP; gate and up are in one linear layer."""
     hidden, ffn = hidden_of(model), Dimension("ffn", width)
@@ -250,14 +286,27 @@ class Mixer(NamedTuple):
         module: its class, as "module:class" of the package, imported where a layer is built. It is
             made of the layer's number and kind, its declared parameters, the model and the context;
             `transformer.MixerModule` has what the layer calls.
+        heads: the heads of its output, those that they share, and the width of one, as in
+            `LayerKind`; None: those of attention.
+        keys_of_heads: the keys that give these two numbers of heads.
     """
 
     declare: Declare
     module: str
+    heads: Callable[[ModelConfig], tuple[int, int, int]] | None = None
+    keys_of_heads: tuple[str, str] = ("num_attention_heads", "num_query_groups")
 
 
 # A word of `model.layer_types` that is none of attention's is the name of another mixer.
-MIXERS = {ATTENTION: Mixer(attention, "models.transformer:Attention")}
+MIXERS = {
+    ATTENTION: Mixer(attention, "models.transformer:Attention"),
+    GATED_DELTANET: Mixer(
+        gated_deltanet,
+        "models.gated_deltanet:GatedDeltaNet",
+        lambda model: (model.value_heads, model.key_heads, model.delta_sizes[1]),
+        ("delta_value_heads", "delta_key_heads"),
+    ),
+}
 MLPS: dict[str, Declare] = {DENSE: dense_mlp, EXPERTS: experts}
 
 

@@ -10,7 +10,8 @@ from parallel3d.config.values import REFUSED, key
 # Values of `model.layer_types`: attention with or without a window, and without positions (NoPE).
 FULL, SLIDING, FULL_NOPE, SLIDING_NOPE = "full", "sliding", "full_nope", "sliding_nope"
 LAYER_TYPES = (FULL, SLIDING, FULL_NOPE, SLIDING_NOPE)
-
+# A further value: a recurrence over the tokens in place of attention.
+GATED_DELTANET = "gated_deltanet"
 
 # Values of `model.rope_scaling`.
 LLAMA3, LINEAR, YARN, LONGROPE = "llama3", "linear", "yarn", "longrope"
@@ -57,7 +58,7 @@ class LayerTypeKeys:
         [],
         "attention of each layer, a pattern that is repeated, as [sliding,sliding,full]: full, or "
         "sliding with model.sliding_window, or either without positions (full_nope, "
-        "sliding_nope); []: every layer is full",
+        "sliding_nope), or gated_deltanet in its place (Yang et al. 2025); []: every layer is full",
     )
     sliding_window: int | None = key(
         None,
@@ -71,6 +72,41 @@ class LayerTypeKeys:
         "RoPE base θ of sliding layers, whose frequencies are then unscaled; null: the same as in "
         "full layers",
         above=1,
+    )
+
+
+@dataclass
+class DeltaKeys:
+    """The heads of gated DeltaNet (Yang et al. 2025), and its convolution."""
+
+    RESUME: ClassVar[str] = REFUSED
+    delta_key_heads: int | None = key(
+        None,
+        "gated_deltanet: heads of q and k, which value heads share; null: as many as query heads",
+        minimum=1,
+        tried=(2,),
+    )
+    delta_value_heads: int | None = key(
+        None,
+        "gated_deltanet: heads of v, of the gates and of the output; null: delta_key_heads",
+        minimum=1,
+    )
+    delta_key_size: int | None = key(
+        None, "gated_deltanet: width of a head of q and k; null: head_dim", minimum=1
+    )
+    delta_value_size: int | None = key(
+        None, "gated_deltanet: width of a value head; null: delta_key_size", minimum=1
+    )
+    delta_convolution: int = key(
+        4,
+        "gated_deltanet: tokens that the convolution of q, k and v reads, its own included",
+        minimum=1,
+        tried=(2,),
+    )
+    delta_negative: bool = key(
+        False,
+        "gated_deltanet: the learning rate β is 2σ instead of σ, so that states may change their "
+        "sign (Grazzi et al. 2025; Olmo Hybrid)",
     )
 
 

@@ -22,6 +22,8 @@ from parallel3d.config.values import (
 from parallel3d.experts.keys import ExpertKeys
 from parallel3d.models.dialect import (
     FULL,
+    GATED_DELTANET,
+    LAYER_TYPES,
     LINEAR,
     LLAMA3,
     LONGROPE,
@@ -29,6 +31,7 @@ from parallel3d.models.dialect import (
     SLIDING_NOPE,
     YARN,
     AttentionKind,
+    DeltaKeys,
     DialectKeys,
     LayerTypeKeys,
     Rope,
@@ -188,7 +191,7 @@ class OwnModelKeys:
 
 @dataclass
 class ModelConfig(  # dataclass fields of the last base class come first
-    OwnModelKeys, ExpertKeys, DialectKeys, RopeKeys, LayerTypeKeys, TransformerKeys
+    OwnModelKeys, ExpertKeys, DialectKeys, RopeKeys, DeltaKeys, LayerTypeKeys, TransformerKeys
 ):
     """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
 
@@ -237,7 +240,9 @@ class ModelConfig(  # dataclass fields of the last base class come first
     @property
     def attention_kinds(self) -> list[AttentionKind]:
         """The distinct kinds of attention, in the order of the first layer of each kind."""
-        return list(dict.fromkeys(map(self.attention_kind, range(self.num_layers))))
+        layers = range(self.num_layers)
+        attend = (layer for layer in layers if self.layer_type(layer) in LAYER_TYPES)
+        return list(dict.fromkeys(map(self.attention_kind, attend)))
 
     @property
     def ropes(self) -> list[Rope]:
@@ -265,6 +270,22 @@ class ModelConfig(  # dataclass fields of the last base class come first
     def kv_heads(self) -> int:
         """Number of key-value heads, even if `num_query_groups` is null."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads of gated DeltaNet, even if `delta_key_heads` is null."""
+        return self.delta_key_heads or self.num_attention_heads
+
+    @property
+    def value_heads(self) -> int:
+        """Number of value heads of gated DeltaNet, even if `delta_value_heads` is null."""
+        return self.delta_value_heads or self.key_heads
+
+    @property
+    def delta_sizes(self) -> tuple[int, int]:
+        """Widths of a key head and of a value head of gated DeltaNet."""
+        keys = self.delta_key_size or self.head_size
+        return keys, self.delta_value_size or keys
 
     @property
     def ffn_size(self) -> int:
@@ -295,7 +316,19 @@ class ModelConfig(  # dataclass fields of the last base class come first
             "ffn_hidden_size": self.ffn_size,
             "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
             "max_position_embeddings": self.max_positions,
+            **(self.delta_in_effect if GATED_DELTANET in self.layer_types else {}),
             **({"expert_ffn_size": self.expert_size} if self.num_experts else {}),
+        }
+
+    @property
+    def delta_in_effect(self) -> dict[str, int]:
+        """The effective numbers of heads of gated DeltaNet, and their widths."""
+        key_size, value_size = self.delta_sizes
+        return {
+            "delta_key_heads": self.key_heads,
+            "delta_value_heads": self.value_heads,
+            "delta_key_size": key_size,
+            "delta_value_size": value_size,
         }
 
     @property

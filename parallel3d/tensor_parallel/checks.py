@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 from parallel3d.config.fields import check_conflicts
 from parallel3d.errors import UserError, closest, nearest_multiple
+from parallel3d.models.declared import MIXERS, layer_kinds
 from parallel3d.models.keys import ModelConfig
 from parallel3d.tensor_parallel.keys import NEEDS_SP
 
@@ -23,8 +24,9 @@ def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
     Under context parallelism, the sequence length is not among them, because it is padded
     (`Config.padded_seq_length`).
     """
-    heads = math.gcd(*(kind.heads for kind in model.attention_kinds))
-    sizes = {"model.num_attention_heads": heads, "model.hidden_size": model.hidden_size}
+    every = _numbers_of_heads(model, shared=False)
+    sizes = {key: math.gcd(*numbers) for key, numbers in every.items()}
+    sizes["model.hidden_size"] = model.hidden_size
     experts = len(model.expert_layers)
     if experts < model.num_layers:
         sizes["model.ffn_hidden_size"] = model.ffn_size
@@ -42,21 +44,35 @@ def _tp_splits(model: ModelConfig, sizes: Collection[int]) -> Callable[[int], bo
     `sizes` are the sizes that the tensor-parallel size must divide.
     """
     common = math.gcd(*sizes)
-    return lambda tp: common % tp == 0 and _splits_key_value_heads(model, tp)
+    return lambda tp: common % tp == 0 and not _unsplit_shared_heads(model, tp)
 
 
-def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
-    """Returns whether tp divides the number of key-value heads, or that number divides tp."""
-    every = [kind.kv_heads for kind in model.attention_kinds]
-    return all(kv_heads % tp == 0 or tp % kv_heads == 0 for kv_heads in every)
+def _numbers_of_heads(model: ModelConfig, shared: bool) -> dict[str, set[int]]:
+    """Returns the numbers of heads of mixers by the key that gives them.
+
+    `shared`: whether to count the heads that others share, such as key-value heads.
+    """
+    found: dict[str, set[int]] = {}
+    for kind in layer_kinds(model):
+        if kind.mixer is not None:
+            key = f"model.{MIXERS[kind.mixer].keys_of_heads[shared]}"
+            found.setdefault(key, set()).add(kind.kv_heads if shared else kind.heads)
+    return found
+
+
+def _unsplit_shared_heads(model: ModelConfig, tp: int) -> list[str]:
+    """Returns the keys of shared heads whose number neither tp divides nor divides tp."""
+    every = _numbers_of_heads(model, shared=True)
+    return [key for key, numbers in every.items() if any(n % tp and tp % n for n in numbers)]
 
 
 def check_tensor_parallel(model: ModelConfig, chunks: int, *, tp: int, cp: int, sp: bool) -> None:
     """Raises UserError unless tp, sp and `tensor_parallel.chunks` split the model evenly."""
     sizes = _tp_dividends(model, cp=cp, sp=sp)
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
-    if not _splits_key_value_heads(model, tp):
-        wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
+    values = model.in_effect
+    for key in _unsplit_shared_heads(model, tp):
+        wrong.append(f"{key}={values[key.removeprefix('model.')]} (or be a multiple of it)")
     if wrong:
         fits = _tp_splits(model, sizes.values())
         close = closest(tp, fits, min(sizes.values())) or 1  # tp=1 divides everything

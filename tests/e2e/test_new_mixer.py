@@ -107,5 +107,5 @@ def test_a_new_mixer_sends_and_keeps_what_a_dry_run_counts(copy: Path) -> None:
 def test_an_unknown_mixer_is_refused_with_the_nearest_one(copy: Path) -> None:
     done = ran(copy, "parallel3d", "train", "model=llama_tiny", "model.layer_types=[gated_con]")
     assert done.returncode == 2
-    assert "sliding_nope or gated_conv for each layer; the nearest is" in done.stderr
+    assert "gated_deltanet or gated_conv for each layer; the nearest is" in done.stderr
     assert "model.layer_types=[gated_conv]" in done.stderr
