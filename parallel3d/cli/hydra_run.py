@@ -18,7 +18,13 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 
-from parallel3d.cli.overrides import VERSION, check_overrides, compose_tree, register
+from parallel3d.cli.overrides import (
+    VERSION,
+    check_overrides,
+    compose_tree,
+    composing_error,
+    register,
+)
 from parallel3d.cli.own_model import ModelClass, schema_of
 from parallel3d.config.paths import at_home, check_path
 from parallel3d.errors import USER_ERROR, UserError, print_line
@@ -154,7 +160,10 @@ def order_arguments(
         ends = known.config_dir
         flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
     if not known.shell_completion:  # otherwise the argument is install=…, which is not an override
-        schema, preset = schema_of(schema, overrides, own, model)
+        try:
+            schema, preset = schema_of(schema, overrides, own, model)
+        except Exception as error:  # of a user's file, which is read here before Hydra reads it
+            raise composing_error(error, overrides, schema) from None
         overrides = [*check_overrides(overrides, own, sweeps, schema), *preset]
     return Arguments([*flags, *overrides], own, schema)
 

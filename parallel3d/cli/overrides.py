@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml.error import MarkedYAMLError
 
 from parallel3d.checkpoint.identity import flat
-from parallel3d.cli.own_model import completed, of_schema, schema_of
+from parallel3d.cli.own_model import completed, of_schema, own_model_of, schema_of
 from parallel3d.cli.preset_files import experiment_files
 from parallel3d.cli.words import as_typed, braces, in_one_line, last_of_each, option, quoted_twice
 from parallel3d.config.fields import (
@@ -75,9 +75,9 @@ def compose(
 
 def composed(overrides: Sequence[str], schema: type[Config] = Config) -> Config:
     """Composes a configuration without checking it as a whole. Raises UserError."""
-    schema, preset = schema_of(schema, overrides, None, None)
-    kept = check_overrides(overrides, schema=schema)
     try:
+        schema, preset = schema_of(schema, overrides, None, None)
+        kept = check_overrides(overrides, schema=schema)
         config = config_of(compose_tree([*kept, *preset], schema=schema))
     except Exception as error:  # Hydra also passes on errors of Python's conversions
         raise composing_error(error, overrides, schema) from None
@@ -92,9 +92,11 @@ def config_of(tree: DictConfig) -> Config:
     Raises OmegaConf's errors for values of a wrong type, and UserError for text with a reference
     that has no value.
     """
-    left = [key for key in OmegaConf.missing_keys(tree) if key.startswith("model.")]
+    schema = typing.cast(type[Config], OmegaConf.get_type(tree))
+    left = [] if own_model_of(schema) is None else list(OmegaConf.missing_keys(tree))
+    left = [key for key in left if key.startswith("model.")]
     if left:  # OmegaConf would refuse to convert a tree without them
-        tree, kinds = tree.copy(), all_keys(typing.cast(type, OmegaConf.get_type(tree)))
+        tree, kinds = tree.copy(), all_keys(schema)
         for key in left:
             OmegaConf.update(tree, key, kinds[key].kind())
     config = OmegaConf.to_object(tree)

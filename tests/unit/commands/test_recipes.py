@@ -129,6 +129,8 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path, said: Lines) -> N
         (["train", "--config-dir={}", "experiment=more"], "=more leaves run and data.path to you"),
         (["train", "--config-dir={}", "experiment=late"], "line must be '# @package _global_'"),
         (["train", "--config-dir={}", "experiment=torn"], "torn.yaml, line 1, must be YAML"),
+        (["train", "--config-dir={}", "model=torn"], "torn.yaml, line 2, must be YAML"),
+        (["train", "--config-dir={}", "experiment=there"], "must not lead back to the file itself"),
         (["train", "experiment=llama_1b"], "experiment=llama_1b leaves data.path to you: give"),
         (["train", "experiment=llama_1b", "data=blend"], "data.blend"),
         (["train", "--config-dir={}/whole"], "would replace all defaults"),
@@ -148,6 +150,9 @@ def test_a_line_that_cannot_work_is_one_sentence(
         ),
         ("experiment/more", "# @package _global_\ndefaults: [mine, _self_]\ntp: 2"),
         ("experiment/torn", "data: {path: ???}"),
+        ("experiment/there", "# @package _global_\ndefaults: [back, _self_]"),
+        ("experiment/back", "# @package _global_\ndefaults: [there, _self_]"),
+        ("model/torn", "_target_: [a.B"),
         ("whole/config", "tp: 2"),
     ):
         file = tmp_path / f"{name}.yaml"
