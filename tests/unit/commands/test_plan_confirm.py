@@ -18,6 +18,7 @@ from parallel3d.commands.plan import BOUND, DRY_RUN, Plan, confirmed, searched
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import nearly_fullest, peak_memory
 from parallel3d.estimate.search import LayoutChoice
+from parallel3d.optim.own import OptimizerFactory
 from parallel3d.run_config import Config
 from tests.e2e.ready import run_code
 
@@ -45,7 +46,9 @@ def plays(patch: pytest.MonkeyPatch, peaks: Peaks, usual: float = 50 * GB) -> li
     asked for."""
     asked: list[LayoutChoice] = []
 
-    def dry_run(found: Plan, choice: LayoutChoice) -> dict[int, dict[str, Any]]:
+    def dry_run(
+        found: Plan, choice: LayoutChoice, optimizer: OptimizerFactory | None
+    ) -> dict[int, dict[str, Any]]:
         asked.append(choice)
         peak = peaks.get(choice, usual)
         if isinstance(peak, UserError):
@@ -125,8 +128,8 @@ from parallel3d.commands.dry_ranks import find_facts
 
 seen, real = [], plan.dry_run
 
-def dry_run(found, choice):
-    seen.append((found, choice, real(found, choice)))
+def dry_run(found, choice, optimizer):
+    seen.append((found, choice, real(found, choice, optimizer)))
     return seen[-1][-1]
 
 plan.dry_run = dry_run

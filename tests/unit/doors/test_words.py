@@ -19,6 +19,7 @@ from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.paths import at_home
 from parallel3d.config.user_files import read_given
 from parallel3d.errors import UserError
+from parallel3d.models.survey import TARGET
 from parallel3d.run.checks import check_run_name
 from parallel3d.run_config import Config
 from tests.unit.doors.words import (
@@ -54,7 +55,9 @@ def test_every_text_key_passes_the_given_word_to_hydra(word: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, len(WORDS), 7))
 def test_every_text_key_keeps_its_word_in_a_round_trip(first: int, tmp_path: Path) -> None:
-    words = {key.name: WORDS[(first + i) % len(WORDS)] for i, key in enumerate(TEXT)}
+    # None of the words can name a class with its module.
+    kept = [key for key in TEXT if key.name != TARGET]
+    words = {key.name: WORDS[(first + i) % len(WORDS)] for i, key in enumerate(kept)}
     sections: dict[str, list[str]] = {}
     for name, word in words.items():
         section, _, leaf = name.rpartition(".")
