@@ -349,7 +349,7 @@ def at(step: int, evaluates: bool, do: Callable[[], None]) -> Callable[[], None]
     """Makes the process call `do` before a step, or before the first evaluation."""
 
     def install() -> None:
-        name = "evaluate" if evaluates else "train_step"
+        name = "score" if evaluates else "train_step"
         plain, left = getattr(Trainer, name), [do]
 
         def wrapped(self: Trainer, *args: object) -> object:
@@ -406,13 +406,13 @@ class Bench:
         kind, usual = cell.kind, self.undisturbed(cell.kind)
         words, change = self.words(kind), kind.hows()[cell.how]
         self.stage.lay(kind)
+        backup = self.stage.home / "backup"
+        backup.unlink(missing_ok=True)
 
         def target() -> Path:
             found = sorted(self.stage.disk.glob(kind.file))
             assert found, kind.file
             return found[0]
-
-        backup = self.stage.home / "backup"
 
         def disturb() -> None:
             shutil.copy2(target(), backup)
@@ -427,6 +427,7 @@ class Bench:
         else:
             step = {FIRST: 1, BETWEEN: CHANGED_BEFORE, EVALUATION: 0}[cell.moment]
             given = self.stage.train(words, at(step, cell.moment == EVALUATION, disturb))
+        assert backup.exists(), f"{cell}: the run never came to the moment of the change"
         sentences = given.sentences()
         last = sentences[-1] if sentences else ""
         if TRACEBACK in given.err or given.code < 0 or (given.code and not sentences):
