@@ -56,6 +56,7 @@ from parallel3d.context_parallel.document_attention import (
     repeated,
 )
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents, SequenceShard
+from parallel3d.context_parallel.sinks import operator_with_sinks
 from parallel3d.device.fused import operator, register, registered
 
 
@@ -93,6 +94,7 @@ def attend_within(
     documents: Documents,
     kernel: str = AUTO,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends from each query to the keys of its own document up to the query's position.
 
@@ -103,10 +105,11 @@ def attend_within(
         k, v: the same, with as many heads, or fewer if several query heads share a key-value head.
         kernel: the key `attention_kernel`.
         scale: factor that multiplies the scores; None: head_dim^-½.
+        sinks: the sinks of the heads of q, or None for none.
     """
     of = documents.blocks
-    where = ONE_RANK.handle, of.table, of.calls, of.edges, None, None
-    return _attend(q, k, v, *where, kernel, False, scale)
+    where = ONE_RANK.handle, of.table, of.calls, of.edges, None, None, kernel, False, scale
+    return _attend(q, k, v, *where) if sinks is None else _attend_sinks(q, k, v, sinks, *where)
 
 
 def attend_across(
@@ -117,6 +120,7 @@ def attend_across(
     shard: SequenceShard,
     kernel: str = AUTO,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends from this rank's queries to the keys of all ranks, within each query's document.
 
@@ -124,24 +128,16 @@ def attend_across(
     `attend_within`, with this rank's n tokens of each sequence instead of all s tokens.
     """
     of = shard.blocks
-    return _attend(
-        q,
-        k,
-        v,
-        cp.handle,
-        of.table,
-        of.calls,
-        of.edges,
-        shard.order,
-        shard.places,
-        kernel,
-        cp.keeps,
-        scale,
-    )
+    tables = of.table, of.calls, of.edges, shard.order, shard.places
+    where = cp.handle, *tables, kernel, cp.keeps, scale
+    return _attend(q, k, v, *where) if sinks is None else _attend_sinks(q, k, v, sinks, *where)
 
 
 class _Run(NamedTuple):
-    """The arguments of the attention operator other than q, k and v."""
+    """The arguments of the attention operator other than q, k and v.
+
+    `has_sinks`: whether sinks will join the result, which needs the sums then.
+    """
 
     handle: Tensor
     table: Tensor
@@ -152,6 +148,7 @@ class _Run(NamedTuple):
     kernel: str
     keeps: bool
     scale: float | None
+    has_sinks: bool = False
 
     @property
     def cp(self) -> ContextParallel:
@@ -159,7 +156,8 @@ class _Run(NamedTuple):
 
     def block(self, i: int) -> Block:
         blocks = AttentionBlocks(self.table, self.calls, self.edges)
-        return Block.of(blocks, i, is_only=self.cp.group.size == 1, scale=self.scale)
+        is_only = self.cp.group.size == 1
+        return Block.of(blocks, i, is_only, self.scale, needs_sums=self.has_sinks or not is_only)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,22 +211,35 @@ def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, 
 
 
 def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
-    run = _Run(*more[-len(_Run._fields) :])  # the arguments before these are kept tensors
+    run = _Run(*more[KEPT.count("Tensor") :])
     if run.order is not None:
         return empty_for_blocks(q, q.dtype)[0], *k.new_empty(2, *k.shape).unbind(0)
     return tuple(empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
 
 
+WHERE = (
+    "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? order, Tensor? places, "
+    "str kernel, bool keeps, float? scale"
+)
+KEPT = "Tensor out, Tensor sums, Tensor kept"
 _attend = operator(
     "attention",
     "Tensor q, Tensor k, Tensor v",
-    "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? order, Tensor? places, "
-    "str kernel, bool keeps, float? scale",
+    WHERE,
     _forward,
     _forward_shape,
     _backward,
     _backward_shape,
-    kept="Tensor out, Tensor sums, Tensor kept",
+    kept=KEPT,
+)
+_attend_sinks = operator_with_sinks(
+    "attention",
+    WHERE,
+    lambda *given: _forward(*given, True),
+    _forward_shape,
+    lambda *given: _backward(*given, True),
+    _backward_shape,
+    kept=KEPT,
 )
 
 

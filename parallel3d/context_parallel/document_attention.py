@@ -115,6 +115,8 @@ class Block(NamedTuple):
         is_first: whether this is the first block, in which every query also reads its own key.
         is_only: whether there is no other block, so that each key is read only by its own segment.
         scale: factor that multiplies the scores; None: head_dim^-½.
+        needs_sums: whether attention to the block must return its sums; if it is false, they may
+            be undefined where the gradients do not need them.
     """
 
     table: Tensor
@@ -123,12 +125,19 @@ class Block(NamedTuple):
     is_first: bool
     is_only: bool
     scale: float | None = None
+    needs_sums: bool = True
 
     @classmethod
     def of(
-        cls, blocks: AttentionBlocks, i: int, is_only: bool = False, scale: float | None = None
+        cls,
+        blocks: AttentionBlocks,
+        i: int,
+        is_only: bool = False,
+        scale: float | None = None,
+        needs_sums: bool = True,
     ) -> Block:
-        return cls(blocks.table[i], blocks.calls[i], blocks.edges[i], i == 0, is_only, scale)
+        tables = blocks.table[i], blocks.calls[i], blocks.edges[i]
+        return cls(*tables, i == 0, is_only, scale, needs_sums)
 
     @property
     def segments(self) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
@@ -166,10 +175,7 @@ def empty_for_only_block(q: Tensor) -> tuple[Tensor, Tensor]:
 def attend_only_block(
     q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result and the sums of attention to the only block of keys.
-
-    The values of the sums are undefined if the gradients do not need them.
-    """
+    """Returns the result and the sums of attention to the only block of keys."""
     if not uses_varlen_kernel(q, kernel):
         out, sums = empty_for_only_block(q)
         attend_block(out, sums, q, k, v, block, kernel)
@@ -233,7 +239,7 @@ def attend_block(
             found = flash_forward(*parts, *of_call, *how, scale=block.scale)
             put(out[rows], sums[rows], found[0], found[1].T)
         return
-    attended = _plain_alone if block.is_only else plain_attended
+    attended = plain_attended if block.needs_sums else _plain_alone
     if uses_cpu_kernel(q, kernel):
         attended = cpu_attended
     with allowed(kernel):
@@ -278,7 +284,7 @@ def differentiate_block(
         return
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = cpu_gradients
     if not uses_cpu_kernel(q, kernel):
-        gradients = _plain_gradients_alone if block.is_only else plain_gradients
+        gradients = plain_gradients if block.needs_sums else _plain_gradients_alone
     put = Tensor.copy_ if block.is_only else Tensor.add_
     for queries, keys, before in block.segments:
         reads = [(keys, True)] if block.is_first else []

@@ -33,6 +33,7 @@ from parallel3d.context_parallel.document_attention import (
     uses_cpu_kernel,
     uses_varlen_kernel,
 )
+from parallel3d.context_parallel.sinks import operator_with_sinks
 from parallel3d.context_parallel.varlen_calls import calls_of
 from parallel3d.context_parallel.windows import Chunks, Halo, WindowBlocks, chunks_of
 from parallel3d.device.fused import operator, registered
@@ -47,6 +48,7 @@ def attend_in_window(
     cp: ContextParallel = ONE_RANK,
     kernel: str = AUTO,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends from each query to the keys that it sees through a window.
 
@@ -57,11 +59,13 @@ def attend_in_window(
         q: (b, heads, n, head_dim).
         k, v: the same, with as many heads or fewer.
         scale: factor that multiplies the scores; None: head_dim^-½.
+        sinks: the sinks of the heads of q, or None for none.
     """
     halo = blocks.halo
     exchange = (halo.sent, halo.order, halo.places, halo.counts) if halo else (None,) * 4
-    given = cp.handle, blocks.table, blocks.calls, blocks.edges, *exchange
-    return _attend(q, k, v, *given, kernel, blocks.window, scale)
+    tables = blocks.table, blocks.calls, blocks.edges
+    where = cp.handle, *tables, *exchange, kernel, blocks.window, scale
+    return _attend(q, k, v, *where) if sinks is None else _attend_sinks(q, k, v, sinks, *where)
 
 
 class _Run(NamedTuple):
@@ -248,14 +252,11 @@ def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -
     return tuple(q.new_empty(b, n, h, d).transpose(1, 2) for b, h, n, d in shapes)
 
 
-_attend = operator(
-    "window_attention",
-    "Tensor q, Tensor k, Tensor v",
+WHERE = (
     "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? sent, Tensor? order, "
-    "Tensor? places, Tensor? counts, str kernel, int window, float? scale",
-    _forward,
-    _forward_shape,
-    _backward,
-    _backward_shape,
-    kept="Tensor out, Tensor sums",
+    "Tensor? places, Tensor? counts, str kernel, int window, float? scale"
 )
+STEPS = _forward, _forward_shape, _backward, _backward_shape
+KEPT = "Tensor out, Tensor sums"
+_attend = operator("window_attention", "Tensor q, Tensor k, Tensor v", WHERE, *STEPS, kept=KEPT)
+_attend_sinks = operator_with_sinks("window_attention", WHERE, *STEPS, kept=KEPT)

@@ -142,7 +142,11 @@ def _try(blueprint: Blueprint, device: torch.device, kernel: str, shape: Heads) 
 
 
 def causal_attention(
-    qkv: Tensor, heads: Heads, inputs: LayerInputs, options: AttentionOptions
+    qkv: Tensor,
+    heads: Heads,
+    inputs: LayerInputs,
+    options: AttentionOptions,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes softmax(scale · q·kᵀ + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -151,11 +155,13 @@ def causal_attention(
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v concatenated.
         heads: the numbers of heads and of key-value heads, and head_dim.
+        sinks: a number for each query head that joins the softmax as a score of value 0
+            (`context_parallel/sinks.py`), or None for none.
 
     Returns: (b, s, heads · head_dim).
     """
     q, k, v = rotated_heads(qkv, heads, inputs.positions, options.rope)
-    y = attend_split(q, k, v, inputs, options)
+    y = attend_split(q, k, v, inputs, options, sinks)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -174,20 +180,29 @@ def rotated_heads(
 
 
 def attend_split(
-    q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: LayerInputs,
+    options: AttentionOptions,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes causal attention of separate q, k and v, which are already rotated.
 
-    q is (b, heads, s, head_dim), like the result; k and v may have fewer heads.
+    q is (b, heads, s, head_dim), like the result; k and v may have fewer heads. With `sinks`, as
+    with a window, the samples must have documents.
     """
     documents, cp = inputs.documents, options.cp
     kernel, scale, window = options.kernel, options.scale, options.window
     shard = None if documents is None else documents.shard
-    if window is None and shard is None and documents is not None and documents.are_samples:
-        documents = None  # without a window, documents that are whole samples need no tables
+    needs_tables = window is not None or sinks is not None or shard is not None
+    if documents is not None and documents.are_samples and not needs_tables:
+        documents = None
     exchanged = shard if cp.style == "heads" else None
     if exchanged is not None:  # each rank then has whole sequences for some of the heads
+        first = cp.first_head(q.shape[1])
         q, k, v = to_heads(q, k, v, cp, exchanged)
+        sinks = None if sinks is None else sinks[first : first + q.shape[1]]
         shard = None
     heads, dtype = q.shape[1], q.dtype
     samples, dropout = inputs.samples, options.dropout
@@ -201,18 +216,19 @@ def attend_split(
         k = k.float()
         v = v.float()
     if dropout is not None and samples is not None:
-        y = attend_dropping(q, k, v, dropout, samples, documents, scale, window)
+        y = attend_dropping(q, k, v, dropout, samples, documents, scale, window, sinks)
     elif window is not None:
         held = documents if shard is None else shard
         # The tables were made when the batch was read.
         assert held is not None and held.window is not None
-        y = attend_in_window(q, k, v, held.window, cp, kernel, scale)
+        y = attend_in_window(q, k, v, held.window, cp, kernel, scale, sinks)
     elif documents is None:
+        assert sinks is None
         y = attend(q, k, v, is_causal=True, kernel=kernel, scale=scale)
     elif shard is None:
-        y = attend_within(q, k, v, documents, kernel, scale)
+        y = attend_within(q, k, v, documents, kernel, scale, sinks)
     else:
-        y = attend_across(q, k, v, cp, shard, kernel, scale)
+        y = attend_across(q, k, v, cp, shard, kernel, scale, sinks)
     y = y.to(dtype)
     return y if exchanged is None else to_tokens(y, cp, exchanged)
 

@@ -185,15 +185,22 @@ def head_norm(model: ModelConfig, kind: LayerKind) -> Held:
     return held
 
 
+def sinks_of_heads(model: ModelConfig, kind: LayerKind) -> Held:
+    """Declares a sink for each query head, drawn as gpt-oss draws them."""
+    sinks = vector("sinks", Dimension("query heads", kind.heads, kind.heads), split=0)
+    return {"sinks": (sinks._replace(std=model.init_std, wide=True),)}
+
+
 def attention(model: ModelConfig, kind: LayerKind) -> Held:
-    """Declares attention: a gate, q, k and v in one linear layer, norms of q and k, the output."""
+    """Declares attention: sinks, a gate, q, k and v in one linear layer, norms, the output."""
     hidden, (queries, keys) = hidden_of(model), heads_of(kind)
     matrices = {"gate": queries} if model.attention_gate else {}
     matrices |= {"q": queries, "k": keys, "v": keys}  # what ranks may share comes last
     qkv = column_parallel(matrices, hidden, model.init_std, model.qkv_bias)
+    sinks = sinks_of_heads(model, kind) if model.attention_sinks else {}
     out = row_parallel("out", queries, hidden, output_std(model), model.out_bias)
     norms = placed("head_norm", head_norm(model, kind)) if model.qk_norm else {}
-    return placed("qkv", qkv) | norms | placed("out", out)
+    return sinks | placed("qkv", qkv) | norms | placed("out", out)
 
 
 def gated_deltanet(model: ModelConfig, kind: LayerKind) -> Held:

@@ -155,6 +155,7 @@ def attend_dropping(
     documents: Documents | None,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes dropout(softmax(scale · q·kᵀ + causal mask))·v.
 
@@ -170,6 +171,7 @@ def attend_dropping(
         documents: documents within which attention stays, or None if each sample is a document.
         scale: factor that multiplies the scores, or None for head_dim^-½.
         window: number of keys that a query sees, including its own, or None for all up to its own.
+        sinks: the sinks of the heads, which join the softmax and are never dropped, or None.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -183,18 +185,11 @@ def attend_dropping(
         places = torch.arange(q.shape[2], device=q.device) if positions is None else positions
         first = (places - (window - 1)).clamp(min=0).to(torch.int32)
         starts = first.expand(len(q), -1) if starts is None else starts.maximum(first)
-    return _dropped_attention(
-        q,
-        k,
-        v,
-        starts,
-        positions,
-        samples,
-        dropout.site,
-        dropout.first_head,
-        dropout.p,
-        scale_of(q, scale),
-    )
+    of_masks = starts, positions, samples, dropout.site, dropout.first_head, dropout.p
+    how = *of_masks, scale_of(q, scale)
+    if sinks is None:
+        return _dropped_attention(q, k, v, *how)
+    return _dropped_attention_with_sinks(q, k, v, sinks, *how)
 
 
 class _Block(NamedTuple):
@@ -230,9 +225,12 @@ def _divisor(n: int, most: int) -> int:
     return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
 
 
-def _probabilities(scores: Tensor, positions: Tensor, starts: Tensor | None) -> Tensor:
+def _probabilities(
+    scores: Tensor, positions: Tensor, starts: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Returns the softmax, in fp32 or better, over the keys that each query sees.
 
+    With `sinks`, also returns the probabilities of the sinks (b, heads, s, 1).
     `positions`: the positions of the queries, (b or 1, s).
     """
     key = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
@@ -240,14 +238,25 @@ def _probabilities(scores: Tensor, positions: Tensor, starts: Tensor | None) -> 
     if starts is not None:
         unseen = unseen | (key < starts[:, None, :, None])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1), None
+    sums = scores.logsumexp(-1, keepdim=True)
+    joined = torch.logaddexp(sums, sinks.view(-1, 1, 1))
+    return (scores - joined).exp(), (sinks.view(-1, 1, 1) - joined).exp()
 
 
 @fused
 def dropped_softmax(
-    scores: Tensor, positions: Tensor, starts: Tensor | None, low: Tensor, high: Tensor, p: float
+    scores: Tensor,
+    positions: Tensor,
+    starts: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    p: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    probabilities = _probabilities(scores, positions, starts)
+    probabilities, _ = _probabilities(scores, positions, starts, sinks)
     dropped = are_dropped(low, high, scores.shape[-1], p)
     return without(probabilities, dropped, p).to(scores.dtype)
 
@@ -261,16 +270,20 @@ def dropped_softmax_backward(
     low: Tensor,
     high: Tensor,
     p: float,
-) -> tuple[Tensor, Tensor]:
-    """Returns the recomputed result of the forward, and the gradient of the scores."""
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the recomputed result of the forward, and the gradients of scores and sinks."""
     # Let Z be the mask divided by 1 − p. Then dP = Z ∘ (dO·Vᵀ) and dS = P ∘ (dP − Σ dP ∘ P)
-    # (Dao et al. 2022, §B.2).
-    probabilities = _probabilities(scores, positions, starts)
+    # (Dao et al. 2022, §B.2). A sink's value is 0, and so is its dP.
+    probabilities, of_sinks = _probabilities(scores, positions, starts, sinks)
     dropped = are_dropped(low, high, scores.shape[-1], p)
     of_probabilities = without(grad.to(probabilities.dtype), dropped, p)
     along = (of_probabilities * probabilities).sum(-1, keepdim=True)
     of_scores = of_probabilities.sub_(along).mul_(probabilities)
-    return without(probabilities, dropped, p).to(scores.dtype), of_scores.to(scores.dtype)
+    if of_sinks is not None:
+        of_sinks = of_sinks.mul_(along).sum((0, 2, 3)).neg_()
+    kept = without(probabilities, dropped, p).to(scores.dtype)
+    return kept, of_scores.to(scores.dtype), of_sinks
 
 
 def _scores(
@@ -299,31 +312,49 @@ def _scores(
     return scores, places, None if starts is None else starts[of, rows], low, high, p
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *how: Any) -> Tensor:
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    *how: Any,
+    sinks: Tensor | None = None,
+) -> Tensor:
     *where, scale = how
     out, q = _empty(q), q * scale
     for block in _blocks(q, k.shape[2]):
-        kept = dropped_softmax(*_scores(block, q, k, starts, *where))
+        kept = dropped_softmax(*_scores(block, q, k, starts, *where), sinks)
         out[block.samples, :, block.rows] = kept @ v[block.samples, :, : block.keys]
     return out
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *how: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    *how: Any,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     *where, scale = how
     of_q = _empty(q)
+    of_sinks = None if sinks is None else torch.zeros_like(sinks)
     q, accum_dtype = q * scale, torch.promote_types(q.dtype, torch.float32)
     of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (k, v))
     for block in _blocks(q, k.shape[2]):
         of, rows, keys = block
         of_out = grad[of, :, rows]
         scores = _scores(block, q, k, starts, *where)
-        kept, of_scores = dropped_softmax_backward(of_out @ v[of, :, :keys].mT, *scores)
+        of_kept = of_out @ v[of, :, :keys].mT
+        kept, of_scores, of_part = dropped_softmax_backward(of_kept, *scores, sinks)
+        if of_sinks is not None and of_part is not None:
+            of_sinks += of_part
         of_v[of, :, :keys] += kept.mT @ of_out
         of_q[of, :, rows] = (of_scores @ k[of, :, :keys]).mul_(scale)
         of_k[of, :, :keys] += of_scores.mT @ q[of, :, rows]
-    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+    found = of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+    return found if of_sinks is None else (*found, of_sinks)
 
 
 def _empty(like: Tensor) -> Tensor:
@@ -331,14 +362,26 @@ def _empty(like: Tensor) -> Tensor:
     return like.new_empty(b, s, heads, size).transpose(1, 2)
 
 
+WHERE = (
+    "Tensor? starts, Tensor? positions, Tensor samples, Tensor site, int head, float p, float scale"
+)
 _dropped_attention = operator(
     "dropped_attention",
     "Tensor q, Tensor k, Tensor v",
-    "Tensor? starts, Tensor? positions, Tensor samples, Tensor site, int head, float p, "
-    "float scale",
+    WHERE,
     _forward,
     lambda q, *_: _empty(q),
     _backward,
     lambda grad, q, k, v, *_: (_empty(q), torch.empty_like(k), torch.empty_like(v)),
+    kept="",
+)
+_dropped_attention_with_sinks = operator(
+    "dropped_attention_with_sinks",
+    "Tensor q, Tensor k, Tensor v, Tensor sinks",
+    WHERE,
+    lambda q, k, v, sinks, *how: _forward(q, k, v, *how, sinks=sinks),
+    lambda q, *_: _empty(q),
+    lambda grad, q, k, v, sinks, *how: _backward(grad, q, k, v, *how, sinks=sinks),
+    lambda grad, q, *more: (_empty(q), *(torch.empty_like(x) for x in more[:3])),
     kept="",
 )

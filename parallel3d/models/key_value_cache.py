@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from parallel3d.context_parallel.attention import ONE_RANK
-from parallel3d.context_parallel.document_attention import repeated
+from parallel3d.context_parallel.document_attention import plain_attended, repeated
 from parallel3d.context_parallel.documents import whole_samples
+from parallel3d.context_parallel.sinks import join_sinks
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.attention import (
     AttentionOptions,
@@ -28,6 +29,10 @@ class CachedAttention(Protocol):
     head_dim: int
     kv_heads: int
     options: AttentionOptions
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The sinks of the heads, or None for none."""
 
     def cached_heads(
         self, x: Tensor, positions: Positions
@@ -66,11 +71,15 @@ class KeyValueCache:
         options = replace(attention.options, cp=ONE_RANK)
         (q, k, v), gate = attention.cached_heads(x, positions)
         self._keep(torch.stack((k, v)), end)
-        if first == 0 and options.window is not None:
+        sinks = attention.sinks
+        if first == 0 and (options.window is not None or sinks is not None):
             split = SequenceSplit(end, window=options.window)
             samples = LayerInputs(documents=whole_samples(1, x.device, split))
-            return attention.output(attend_split(q, k, v, samples, options), gate)
+            return attention.output(attend_split(q, k, v, samples, options, sinks), gate)
         k, v = self.kept[:, :, :, :end]
+        if sinks is not None:  # the kernels of `attend` return no sums; one query has few scores
+            y, sums = plain_attended(q, k, v, False, options.scale)
+            return attention.output(join_sinks(y, sums, sinks)[0].to(q.dtype), gate)
         if not kernel_shares_heads(q):
             k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         y = attend(q, k, v, is_causal=first == 0, kernel=options.kernel, scale=options.scale)

@@ -125,6 +125,11 @@ class TransformerKeys:
         "attention's output is multiplied by the sigmoid of a further projection of its input, "
         "element by element of each query head, before the output projection (Qwen3-Next)",
     )
+    attention_sinks: bool = key(
+        False,
+        "attention has a trained number for each query head that joins the softmax as the score of "
+        "a further key whose value is 0, so a head may attend to nothing (gpt-oss)",
+    )
     activation: str = key(
         "gelu",
         "the MLP's non-linearity; gelu_tanh: the approximation of GPT-2's weights; "
@@ -464,6 +469,11 @@ CONFLICTS = (
         {"attention_kernel": OneOf(CUDNN), "model.sliding_window": NoneOf(None)},
         "{attention_kernel} has no window, but {model.sliding_window}",
         (("attention_kernel", FLASH), ("model.sliding_window", None)),
+    ),
+    Conflict(
+        {"attention_kernel": OneOf(CUDNN), "model.attention_sinks": OneOf(True)},
+        "{attention_kernel} does not return the sums that sinks join, but {model.attention_sinks}",
+        (("attention_kernel", FLASH), ("model.attention_sinks", False)),
     ),
     Conflict(
         {"attention_kernel": OneOf(CUDNN), "data.document_mask": OneOf(True)},

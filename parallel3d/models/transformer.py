@@ -83,6 +83,7 @@ class Attention(nn.Module):
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
         self.gate_size = queries if model.attention_gate else 0
+        self.sinks = ctx.parameter(held["sinks"]) if "sinks" in held else None
         keeps = ctx.cp_style == "gather" and ctx.repeats.mixer
         cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
         dropout = None
@@ -104,7 +105,7 @@ class Attention(nn.Module):
 
     def attend(self, projected: Tensor, inputs: LayerInputs) -> Tensor:
         qkv, gate = self.parts(projected)
-        y = causal_attention(qkv, self.shape, inputs, self.options)
+        y = causal_attention(qkv, self.shape, inputs, self.options, self.sinks)
         return y if gate is None else sigmoid_gated(y, gate)
 
     def parts(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -389,6 +390,7 @@ class Stage(StageModule):
         self.switches = tuple(rope_switch(model, rope) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
+        self.needs_documents = self.window is not None or model.attention_sinks
         kinds = [block.kind for block in self.blocks.values()]
         self.graph_blocks = graph_size(kinds, [kind[0] for kind in kinds])
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
@@ -442,7 +444,8 @@ class Stage(StageModule):
     def with_positions(self, inputs: LayerInputs, batch: int, length: int) -> LayerInputs:
         """Adds the positions of `batch` samples of `length` tokens to `inputs`.
 
-        Attention with a window needs documents: if there are none, each sample is one document.
+        Attention with a window or with sinks needs documents: if there are none, each sample is one
+        document.
         """
         rotary, temperature, documents = self.rotary, self.temperature, inputs.documents
         if rotary or temperature is not None:
@@ -454,7 +457,7 @@ class Stage(StageModule):
             temperature = None if temperature is None else temperature[rows[None]]
         if temperature is not None and documents is not None:
             temperature = temperature.unsqueeze(1)  # the same factor for all heads
-        if documents is None and self.window is not None:
+        if documents is None and self.needs_documents:
             split = SequenceSplit(length, window=self.window)
             documents = whole_samples(batch, self.device, split)
         return replace(inputs, positions=Positions(rotary, temperature), documents=documents)

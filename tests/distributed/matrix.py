@@ -100,6 +100,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "norm weight": ("around 1", "around 0"),
         "qk_norm": ("none", "head", "full"),  # width of the norm
         "attention gate": (False, True),
+        "attention sinks": (False, True),
         "scales": ("none", "all"),
         "logit cap": (False, True),
         "heads": (8, 12),
@@ -757,6 +758,8 @@ def _model(levels: Levels) -> dict[str, Any]:
         model |= {"qk_norm": True, "qk_norm_width": levels["qk_norm"]}
     if levels["attention gate"]:
         model["attention_gate"] = True
+    if levels["attention sinks"]:
+        model["attention_sinks"] = True
     if levels["scales"] == "all":
         model |= SCALES
     if levels["logit cap"]:

@@ -114,6 +114,7 @@ class Packing:
 PLAIN: Mapping[str, Any] = {
     "qk_norm_width": "head",
     "attention_gate": False,
+    "attention_sinks": False,
     "norm_position": "before",
     "norm_zero_centered": False,
     "embedding_scale": 1.0,
@@ -299,6 +300,9 @@ class Attention(nn.Module):
         self.is_gated = option(shape, "attention_gate")
         if self.is_gated:
             self.gate = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=inner)
+        self.has_sinks = option(shape, "attention_sinks")
+        if self.has_sinks:
+            self.sinks = nn.Parameter(torch.empty(self.heads))
         self.norm_width = option(shape, "qk_norm_width")
         if shape.qk_norm:
             full = self.norm_width == "full"
@@ -346,7 +350,11 @@ class Attention(nn.Module):
         for h in range(self.heads):
             keys = k[:, h // group]
             scores = q[:, h] @ keys.transpose(-1, -2) * scale
-            every_head.append(scores.masked_fill(unseen, -math.inf).softmax(dim=-1))
+            scores = scores.masked_fill(unseen, -math.inf)
+            if self.has_sinks:  # a further key, whose value is 0
+                sink = self.sinks[h].expand(*scores.shape[:-1], 1)
+                scores = torch.cat([scores, sink], dim=-1)
+            every_head.append(scores.softmax(dim=-1)[..., : x.shape[1]])
         weights = drop(torch.stack(every_head, dim=1), f"{name}.probabilities")
         outputs = torch.cat([weights[:, h] @ v[:, h // group] for h in range(self.heads)], dim=-1)
         if self.is_gated:  # each number of each head has a gate of its own

@@ -182,6 +182,7 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
             ("head_dim", model.head_dim, (None, model.hidden_size // heads)),
             ("qk_norm", model.qk_norm, (False,)),
             ("attention_gate", model.attention_gate, (False,)),
+            ("attention_sinks", model.attention_sinks, (False,)),
             ("num_experts", model.num_experts, (0,)),
             ("norm_position", model.norm_position, ("before",)),
             *wanted_layers(model, family),
@@ -194,6 +195,7 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
         ("norm_position", model.norm_position, (family.norm_position,)),
         ("norm_zero_centered", model.norm_zero_centered, (family.zero_centered,)),
         ("attention_gate", model.attention_gate, (False,)),
+        ("attention_sinks", model.attention_sinks, (False,)),
     ]
     wanted += wanted_layers(model, family) + wanted_rope(model, family)
     wanted += _wanted_scales(model, family)

@@ -134,6 +134,7 @@ def test_an_export_has_the_format_of_the_folder_that_was_imported(kind: str) -> 
         ("olmo2", {"norm_zero_centered": True}, "model.norm_zero_centered=true"),
         ("olmo2", {"residual_scale": 0.5}, "model.residual_scale=0.5"),
         ("olmo2", {"attention_gate": True}, "model.attention_gate=true"),
+        ("olmo2", {"attention_sinks": True}, "model.attention_sinks=true"),
         ("exaone4", {"layer_types": ["sliding", "full"], "qk_norm": False}, "model.norm_position"),
         ("gemma3_text", {"embedding_scale": 2.0}, "model.embedding_scale=2"),
         ("gemma3_text", {"attention_scale": 0.3}, "model.attention_scale=0.3"),

@@ -81,6 +81,9 @@ OLMO2 = dataclasses.replace(OLMOE, norm_position="after")
 GATED = dataclasses.replace(
     QWEN3, attention_gate=True, layer_types=["sliding", "full"], sliding_window=4
 )
+SINKS = dataclasses.replace(
+    QWEN3, attention_sinks=True, layer_types=["sliding", "full"], sliding_window=4
+)
 
 
 def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
@@ -108,8 +111,11 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "model",
-    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE, GATED],
-    ids=("gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2", "long", "gate"),
+    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE, GATED, SINKS],
+    ids=[
+        *("gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2", "longrope"),
+        *("gate", "sinks"),
+    ],
 )
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
 def test_cached_logits_are_those_of_the_whole_sequence_in_view(

@@ -41,6 +41,7 @@ MODELS = {
     "replicated": GPT | {"embedding": "replicated", "norm_position": "both"},
     "qwen3": QWEN3,
     "gated attention": QWEN3 | {"attention_gate": True, "attention_bias": "qkv"},
+    "attention sinks": QWEN3 | {"attention_sinks": True, "attention_gate": True},
     "full norms": QWEN3 | {"qk_norm_width": "full", "norm_position": "after"},
     "experts": EXPERTS,
 }
@@ -86,7 +87,10 @@ def test_matrices_decay_and_muon_takes_those_of_layers_but_no_routers(keys: dict
     of_layers = {name for name in decays if name.startswith("layers.")}
     assert muon == {name for name in of_layers if not name.endswith(".router.weight")}
     biases = {f"layers.{n}.mlp.router.bias" for n in (0, 2)} if model.router_bias else set()
-    assert states == biases == {t.name for t in full_tensors(model) if t.wide}
+    assert states == biases
+    sinks = {name for name in shapes if name.endswith(".sinks")}
+    assert len(sinks) == (model.num_layers if model.attention_sinks else 0)
+    assert {t.name for t in full_tensors(model) if t.wide} == biases | sinks
 
 
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
@@ -113,8 +117,9 @@ def test_outputs_into_the_residual_stream_begin_smaller_and_norms_are_the_identi
             assert tensor.std == pytest.approx(0.5 / 6**0.5 if shrinks else 0.5), name
             assert tensor.fill == 0.0
         else:
-            is_norm = name.endswith("norm.weight")
-            assert (tensor.std, tensor.fill) == (0.0, ones if is_norm else 0.0), name
+            is_norm, is_sink = name.endswith("norm.weight"), name.endswith(".sinks")
+            fill, std = ones if is_norm else 0.0, 0.5 if is_sink else 0.0
+            assert (tensor.std, tensor.fill) == (std, fill), name
 
 
 @pytest.mark.parametrize("kind", ["vocab_parallel", "replicated"])
