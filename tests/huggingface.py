@@ -39,6 +39,24 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     **GROUPED,
 }
+# Every fourth layer attends; a key head serves two value heads.
+DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # In fp32, the norm of a head's small output multiplies its rounding by up to eps^-½.
+    "rms_norm_eps": 1e-2,
+    "attention_bias": True,
+    **GROUPED,
+}
+_SHARED = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
 # Small models, one of each family with experts.
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -75,6 +93,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "rotary_dim": 6,
         **GROUPED,
     },
+    "qwen3_next": {
+        "head_dim": 16,
+        "mlp_only_layers": [1],
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **_SHARED,
+        **DELTA,
+    },
+    "qwen3_5_moe_text": {"head_dim": 16, **_SHARED, **DELTA},
 }
 
 _LAYERS = {"num_hidden_layers": 8, "sliding_window": 7}  # two periods of four layers
@@ -188,6 +214,14 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
             **_LAYERS,
             **GROUPED,
         },
+    ),
+    "qwen3_5": ("qwen3_5_text", {"head_dim": 16, **DELTA}),
+    "olmo_hybrid": ("olmo_hybrid", DELTA),
+    "olmo_hybrid_nope": (
+        "olmo_hybrid",
+        DELTA
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+        | {"linear_allow_neg_eigval": False, "attention_bias": False},
     ),
     "dots1_window": ("dots1", _DEEPSEEK | _LAYERS | {"max_window_layers": 4}),
 }

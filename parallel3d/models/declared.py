@@ -46,7 +46,7 @@ class LayerKind(NamedTuple):
         heads: number of query heads, or of the heads of another mixer's output.
         kv_heads: number of key-value heads, or of the heads that another mixer's heads share.
         head_size: width of a head of the output.
-        norm_position: where the layer has norms, as in `model.norm_position`.
+        norm_position: where the layer has norms (`NORM_POSITIONS`).
         own: which of the user's own blocks the layer is (`ModelSurvey.blocks`); None: it is a layer
             of the transformer.
     """
@@ -77,7 +77,7 @@ class LayerKind(NamedTuple):
             attention.rope,
             mixer,
             *heads,
-            model.norm_position,
+            (mixer == GATED_DELTANET and model.delta_norm_position) or model.norm_position,
         )
 
     @property

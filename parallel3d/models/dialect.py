@@ -13,6 +13,7 @@ LAYER_TYPES = (FULL, SLIDING, FULL_NOPE, SLIDING_NOPE)
 # A further value: a recurrence over the tokens in place of attention.
 GATED_DELTANET = "gated_deltanet"
 
+NORM_POSITIONS = ("before", "after", "both")
 # Values of `model.rope_scaling`.
 LLAMA3, LINEAR, YARN, LONGROPE = "llama3", "linear", "yarn", "longrope"
 
@@ -108,6 +109,17 @@ class DeltaKeys:
         "gated_deltanet: the learning rate β is 2σ instead of σ, so that states may change their "
         "sign (Grazzi et al. 2025; Olmo Hybrid)",
     )
+    delta_norm_eps: float | None = key(
+        None,
+        "gated_deltanet: epsilon inside the norm of each head's output; null: norm_eps",
+        above=0,
+    )
+    delta_norm_position: str | None = key(
+        None,
+        "where a gated_deltanet layer has norms over hidden_size (OLMo Hybrid: before, as the "
+        "others have them after); null: norm_position",
+        choices=NORM_POSITIONS,
+    )
 
 
 @dataclass
@@ -158,7 +170,7 @@ class DialectKeys:
         "before",
         "where a layer has norms: before attention and MLP, after them (OLMo 2), or both (Gemma, "
         "GLM-4)",
-        choices=("before", "after", "both"),
+        choices=NORM_POSITIONS,
     )
     norm_zero_centered: bool = key(
         False,

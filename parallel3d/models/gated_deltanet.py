@@ -160,7 +160,7 @@ class GatedNorm(nn.Module):
     def __init__(self, held: Held, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.weight = ctx.parameter(held["weight"])
-        self.eps = model.norm_eps
+        self.eps = model.delta_norm_eps or model.norm_eps
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """Returns (b, s, heads · width) in the dtype of z, given y (b, s, heads, width)."""

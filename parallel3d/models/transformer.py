@@ -188,10 +188,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        if model.norm_position == "after":
+        kind = LayerKind.of(model, layer)
+        if kind.norm_position == "after":
             ctx = replace(ctx, repeats=ctx.repeats.without_norms)
 
-        kind = LayerKind.of(model, layer)
         held = named(f"layers.{layer}", declared.layer(model, kind))
 
         def norm(name: str) -> Norm | None:

@@ -10,6 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from parallel3d.checkpoint.hf.delta import (
+    read_delta,
+    wanted_delta,
+    without_positions,
+    written_delta,
+)
 from parallel3d.checkpoint.hf.experts import (
     MTP,
     read_experts,
@@ -28,12 +34,20 @@ from parallel3d.checkpoint.hf.families import (
     QWEN2,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     Family,
 )
 from parallel3d.checkpoint.hf.layers import read_layers, wanted_layers, written_layers
 from parallel3d.checkpoint.hf.read_keys import Keys
-from parallel3d.checkpoint.hf.rope import POSITIONS, read_rope, wanted_rope, written_rope
+from parallel3d.checkpoint.hf.rope import (
+    POSITIONS,
+    kept_rope,
+    read_rope,
+    wanted_rope,
+    written_rope,
+)
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.models.keys import ModelConfig
@@ -151,6 +165,11 @@ def _contradictions(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple
 def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
     """Returns the format for a model with experts, and the key that selects this format."""
     sigmoid, full = model.router_score == "sigmoid", model.qk_norm_width == "full"
+    if model.attention_gate:
+        kinds = sorted(
+            (QWEN3_5_MOE, QWEN3_NEXT), key=lambda kind: len(_contradictions(model, kind))
+        )
+        return kinds[0], "model.attention_gate=true with experts"
     if sigmoid and full:
         return MINIMAX_M2, "model.qk_norm_width=full"
     if sigmoid:
@@ -194,10 +213,11 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
         ("activation", model.activation, family.activations),
         ("norm_position", model.norm_position, (family.norm_position,)),
         ("norm_zero_centered", model.norm_zero_centered, (family.zero_centered,)),
-        ("attention_gate", model.attention_gate, (False,)),
+        ("attention_gate", model.attention_gate, (family.gated,)),
         ("attention_sinks", model.attention_sinks, (False,)),
     ]
-    wanted += wanted_layers(model, family) + wanted_rope(model, family)
+    wanted += (wanted_layers if family.delta is None else wanted_delta)(model, family)
+    wanted += wanted_rope(model, family)
     wanted += _wanted_scales(model, family)
     if family.norm_of_heads is not None:
         wanted.append(("qk_norm_width", model.qk_norm_width, (family.norm_of_heads or "head",)))
@@ -296,7 +316,7 @@ def to_hf(
         family.activation_key: GATES[model.activation],
         **dict.fromkeys(family.dropouts, model.dropout),
         **written_rope(model, family, positions),
-        **written_layers(model, family),
+        **(written_layers if family.delta is None else written_delta)(model, family),
         **_written_scales(model, family),
     }
     if family.has_head_dim or model.head_size * model.num_attention_heads != model.hidden_size:
@@ -334,9 +354,23 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"config.json has {key}={show(value)}: it must be a whole number")
     if POSITIONS in config and config.get(TYPE) != GPT2:
         kept[POSITIONS] = Keys(config).get(POSITIONS, 0, int)
-    if config.get(TYPE) in FAMILIES:
+    if (family := FAMILIES.get(str(config.get(TYPE)))) is not None:
         kept[TYPE] = config[TYPE]
+        kept |= {key: config[key] for key in family.kept if key in config}
+        if family.multimodal:
+            kept |= kept_rope(config)
     return kept
+
+
+def with_kept(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the result of `to_hf` with the keys of other readers that `kept_keys` returned."""
+    found = dict(config)
+    family = FAMILIES[config[TYPE]]
+    if kept.get(TYPE) == config[TYPE]:
+        found |= {key: kept[key] for key in family.kept if key in kept}
+        if family.multimodal:
+            found |= {key: {**found[key], **value} for key, value in kept_rope(kept).items()}
+    return found
 
 
 def from_hf(config: dict[str, Any]) -> HFConfig:
@@ -349,8 +383,8 @@ def from_hf(config: dict[str, Any]) -> HFConfig:
         hint = nearest_hint(str(kind), FAMILIES)
         raise UserError(
             f"config.json has model_type={show(kind)}: it must be one of "
-            f"{', '.join(FAMILIES)}, or gemma3, mistral3 or llava with one of these as text_config"
-            f"{hint}"
+            f"{', '.join(FAMILIES)}, or gemma3, mistral3, llava, qwen3_5 or qwen3_5_moe with one "
+            f"of these as text_config{hint}"
         )
     family = FAMILIES[kind]
     keys = Keys(config, aliases=family.aliases)
@@ -368,6 +402,8 @@ def from_hf(config: dict[str, Any]) -> HFConfig:
     most = ModelConfig.__dataclass_fields__["num_layers"].metadata["maximum"]
     if found["num_layers"] > most:  # checked before building lists with an entry per layer
         raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
+    for key, of in family.kept.items():
+        keys.get(key, None, of)
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
     about = {*ABOUT, TYPE, *TOKENS, *family.dropouts, *family.ignored.split()}
     return HFConfig(kind, found, keys.finish(about))
@@ -396,8 +432,14 @@ def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     gates = tuple(theirs for theirs, ours in GATED.items() if ours in family.activations)
     gate = keys.require(family.activation_key, gates, GATES[family.activations[0]])
     groups = family.defaults["num_key_value_heads"] or heads
-    kinds = read_layers(keys, family, layers, positions)
+    if family.delta is None:
+        kinds = read_layers(keys, family, layers, positions)
+    else:
+        kinds = read_delta(keys, family, sizes)
     slides = kinds.get("sliding_window") is not None
+    rope = read_rope(keys, family, positions, width, slides)
+    if not rope:
+        kinds = without_positions(kinds)
     found = {
         "num_query_groups": keys.get("num_key_value_heads", groups, int, null=heads),
         "head_dim": None if hidden % heads == 0 and width == hidden // heads else width,
@@ -406,12 +448,13 @@ def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "norm_position": family.norm_position,
         "norm_zero_centered": family.zero_centered,
         "position_embedding": "rope",
-        **read_rope(keys, family, positions, width, slides),
+        **rope,
         **kinds,
         "activation": GATED[gate],
         **_attention(keys, family),
         **_scales(keys, family, hidden, width),
     }
+    found |= {"attention_gate": True} if family.gated else {}
     if family.experts is None:
         return found
     if MTP in family.aliases.values():

@@ -33,6 +33,10 @@ OLMO3 = "olmo3"
 EXAONE4 = "exaone4"
 GEMMA2 = "gemma2"
 GEMMA3 = "gemma3_text"
+QWEN3_NEXT = "qwen3_next"
+QWEN3_5 = "qwen3_5_text"
+QWEN3_5_MOE = "qwen3_5_moe_text"
+OLMO_HYBRID = "olmo_hybrid"
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,41 @@ class Scale:
 
 # transformers' norms over the hidden dimension in a layer → ours.
 BEFORE = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+
+
+@dataclass(frozen=True)
+class DeltaNames:
+    """Describes the layers with a gated DeltaNet: names in a layer, and defaults of their keys.
+
+    Attributes:
+        modules: transformers' module or tensor → ours that it joins, separated by spaces.
+        by_head: those of them whose rows are grouped by key heads: a group has the rows of the
+            first of our modules for a key head, then those of the second, and so on.
+        norms: transformers' module of each norm in such a layer → ours.
+        other_names: other name of a norm that transformers reads as well → the name in `norms` or
+            in the family's own.
+        norm_eps: epsilon of the norm of each head's output, or None for that of other norms.
+        negative: default of linear_allow_neg_eigval, or None if there is no such key.
+        sizes: defaults of keys for numbers and sizes of heads; without them, they follow from the
+            attention's, as in OLMo Hybrid.
+        both_kinds: whether a model must have layers of attention, too.
+    """
+
+    modules: Mapping[str, str]
+    by_head: frozenset[str] = frozenset()
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    norm_eps: float | None = None
+    negative: bool | None = None
+    sizes: Mapping[str, int] | None = None
+    both_kinds: bool = False
+
+    @property
+    def norm_position(self) -> str:
+        """Returns where such a layer has norms, as in `model.norm_position`."""
+        return _position(self.norms)
+
+
 AFTER = {
     "post_attention_layernorm": "attention_output_norm",
     "post_feedforward_layernorm": "mlp_output_norm",
@@ -147,6 +186,11 @@ GLM_NORMS = {
 _JOINED_QKV = {"self_attn.qkv_proj": "attention.q attention.k attention.v"}
 _JOINED_MLP = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
 SCALINGS = ("default", "llama3", "linear", "yarn", "longrope")
+
+
+def _position(norms: Mapping[str, str]) -> str:
+    before, after = (name in norms.values() for name in ("mlp_norm", "mlp_output_norm"))
+    return "both" if before and after else "before" if before else "after"
 
 
 @dataclass(frozen=True)
@@ -202,6 +246,15 @@ class Family:
         has_pad: whether transformers has a default pad_token_id, which might lie outside of the
             vocabulary, so that an export writes null.
         experts: names of the experts, or None if the family is dense.
+        gated: whether attention's output has a gate, whose rows follow those of the queries in each
+            head of self_attn.q_proj.
+        delta: names of the layers with a gated DeltaNet, or None if the family has no such layers.
+        may_lack_positions: whether rope_theta may be null, which means that no layer rotates.
+        multimodal: whether rope_parameters may say how images and videos share the frequencies.
+        others: beginning of the names of tensors that transformers leaves out, and that an export
+            writes back unchanged; "" if there are none.
+        kept: further keys that transformers does not read, and that an export writes back → the
+            type of their values.
     """
 
     title: str
@@ -242,12 +295,17 @@ class Family:
     scales: tuple[Scale, ...] = ()
     has_pad: bool = False
     experts: ExpertNames | None = None
+    gated: bool = False
+    delta: DeltaNames | None = None
+    may_lack_positions: bool = False
+    multimodal: bool = False
+    others: str = ""
+    kept: Mapping[str, type] = field(default_factory=dict)
 
     @property
     def norm_position(self) -> str:
         """Returns the family's `model.norm_position`."""
-        before, after = (name in self.norms.values() for name in ("mlp_norm", "mlp_output_norm"))
-        return "both" if before and after else "before" if before else "after"
+        return _position(self.norms)
 
 
 def _sizes(
@@ -311,6 +369,91 @@ def _cap(usual: float | None) -> Scale:
 
 
 _QUERY_SCALAR = Scale("attention_scale", "query_pre_attn_scalar", 256, -0.5, is_whole=True)
+
+_DELTA_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_IN_DELTA = {
+    "linear_attn.conv1d": "attention.q_conv attention.k_conv attention.v_conv",
+    "linear_attn.A_log": "attention.A_log",
+    "linear_attn.dt_bias": "attention.dt_bias",
+    "linear_attn.norm": "attention.o_norm",
+    "linear_attn.out_proj": "attention.out",
+}
+_QWEN3_NEXT_DELTA = DeltaNames(
+    {
+        "linear_attn.in_proj_qkvz": "attention.q attention.k attention.v attention.z",
+        "linear_attn.in_proj_ba": "attention.b attention.a",
+        **_IN_DELTA,
+    },
+    by_head=frozenset(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    sizes=_DELTA_SIZES,
+)
+_QWEN3_5_DELTA = DeltaNames(
+    {
+        "linear_attn.in_proj_qkv": "attention.q attention.k attention.v",
+        "linear_attn.in_proj_z": "attention.z",
+        "linear_attn.in_proj_b": "attention.b",
+        "linear_attn.in_proj_a": "attention.a",
+        **_IN_DELTA,
+    },
+    sizes=_DELTA_SIZES,
+)
+# Keys of other readers, which transformers does not read, with the only values that have a meaning.
+_QWEN3_5_FIXED = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish",),
+    "mamba_ssm_dtype": ("float32",),
+}
+_QWEN3_5 = Family(
+    "Qwen3.5",
+    "Qwen3_5ForCausalLM",
+    _sizes(4096, 32, 16, 4, 12288, 32768, 248320),
+    fixed=_QWEN3_5_FIXED,
+    head_dim=256,
+    biases="all",
+    bias_key="attention_bias",
+    norm_of_heads="head",
+    rotary=0.25,
+    zero_centered=True,
+    gated=True,
+    delta=_QWEN3_5_DELTA,
+    multimodal=True,
+    others="mtp.",
+    kept={"mtp_num_hidden_layers": int, "mtp_use_dedicated_embeddings": bool},
+)
+_OLMO_DELTA = DeltaNames(
+    {
+        **{f"linear_attn.{part}_proj": f"attention.{part}" for part in "qkvba"},
+        "linear_attn.g_proj": "attention.z",
+        **{f"linear_attn.{part}_conv1d": f"attention.{part}_conv" for part in "qkv"},
+        "linear_attn.A_log": "attention.A_log",
+        "linear_attn.dt_bias": "attention.dt_bias",
+        "linear_attn.o_norm": "attention.o_norm",
+        "linear_attn.o_proj": "attention.out",
+    },
+    norms={"attention_layer_norm": "input_norm", "feedforward_layer_norm": "mlp_norm"},
+    other_names={
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    },
+    norm_eps=1e-5,
+    negative=True,
+    both_kinds=True,
+)
+_QWEN3_NEXT_EXPERTS = ExpertNames(
+    "mlp",
+    _PROJECTIONS,
+    "num_experts",
+    shared="shared_expert",
+    shared_width="shared_expert_intermediate_size",
+    gated=True,
+    dense="mlp_only_layers",
+)
 
 _OLMO2 = Family(
     "OLMo 2",
@@ -658,6 +801,37 @@ FAMILIES: dict[str, Family] = {
             _cap(None),
         ),
         has_pad=True,
+    ),
+    QWEN3_NEXT: replace(
+        _QWEN3_5,
+        title="Qwen3-Next",
+        architecture="Qwen3NextForCausalLM",
+        defaults=_sizes(2048, 48, 16, 2, 5632, 32768, 151936)
+        | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+        delta=_QWEN3_NEXT_DELTA,
+        multimodal=False,
+        experts=_QWEN3_NEXT_EXPERTS,
+    ),
+    QWEN3_5: _QWEN3_5,
+    QWEN3_5_MOE: replace(
+        _QWEN3_5,
+        title="Qwen3.5-MoE",
+        architecture="Qwen3_5MoeForCausalLM",
+        defaults=_sizes(2048, 40, 16, 2, 512, 32768, 248320)
+        | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512},
+        experts=replace(_QWEN3_NEXT_EXPERTS, normalizes=True, dense=None),
+    ),
+    OLMO_HYBRID: replace(
+        _OLMO2,
+        title="OLMo Hybrid",
+        architecture="OlmoHybridForCausalLM",
+        defaults=_sizes(3840, 32, 30, None, 11008, 65536, 100352),
+        ignored="linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max "
+        "linear_dt_init_floor",
+        delta=_OLMO_DELTA,
+        may_lack_positions=True,
     ),
 }
 DENSE = tuple(kind for kind, family in FAMILIES.items() if family.experts is None)

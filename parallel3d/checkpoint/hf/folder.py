@@ -31,6 +31,7 @@ from parallel3d.checkpoint.hf.config import (
     hf_kind,
     kept_keys,
     to_hf,
+    with_kept,
 )
 from parallel3d.checkpoint.hf.dequantize import SCALE, dequantized
 from parallel3d.checkpoint.hf.experts import Place, mtp_layers, notices_of
@@ -46,6 +47,7 @@ from parallel3d.checkpoint.hf.names import (
     spellings,
 )
 from parallel3d.checkpoint.hf.quantization import QUANTIZED, Quantization, take_quantization
+from parallel3d.checkpoint.hf.resplit import convolutions_apart
 from parallel3d.checkpoint.hf.wrappers import (
     OTHERS,
     TEXT,
@@ -55,6 +57,7 @@ from parallel3d.checkpoint.hf.wrappers import (
     kept_files,
     text_part,
     whole_config,
+    whole_model,
 )
 from parallel3d.config.fields import check_fields
 from parallel3d.data.tokenizer import CONFIG, GENERATION, read_json
@@ -110,8 +113,7 @@ def export_hf(
             not imported.
         beside: additional files, file name → content, such as a tokenizer's. They override files of
             the same name.
-        others: the folder that `keep_rest` wrote, if the model is the text part of a vision model;
-            otherwise None.
+        others: the folder that `keep_rest` wrote, or None if it wrote none.
         shard_bytes: size at which a new file of weights is started.
 
     Raises:
@@ -128,8 +130,9 @@ def export_hf(
         raise UserError(f"to={folder} exists and is not an empty folder: choose another to=")
     rest = {} if others is None else extents_of(others / OTHERS)
     names = {t.name: t.name for t in tensors}
-    if others is not None:
-        layout = int(any(name.startswith("model.") for name in rest))
+    whole = None if others is None else whole_model(others)
+    if whole is not None:
+        layout = int(WRAPPERS[whole].newer or any(name.startswith("model.") for name in rest))
         names = {name: spellings(name, wrapped=True)[layout] for name in names}
     shards = _shards(tensors, dtype, shard_bytes, extra=others is not None)
     try:
@@ -191,9 +194,11 @@ def _shards(
 
 def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
     """Returns a tensor as it is written to the file; raises UserError unless it is finite."""
-    whole = torch.cat([parts[name] for name in tensor.parts])
+    grouped = [parts[name].unflatten(0, (tensor.groups, -1)) for name in tensor.parts]
+    whole = torch.cat(grouped, dim=1).flatten(0, 1)
     whole = _reordered(whole, tensor, back=True)
     whole = whole.t() if tensor.transposed else whole
+    whole = whole.unsqueeze(1) if tensor.squeezed else whole
     made = whole.to(_dtype(tensor, dtype)).contiguous()
     if not all_finite(made):
         why = "NaN or inf"
@@ -286,6 +291,10 @@ def read_hf_config(folder: Path) -> HFFolder:
             "the folder holds a vision model: only its text model is trained, and an export writes "
             "the other tensors back unchanged",
         )
+    if (beside := family.others) and not wrapped and _has_beside(folder, beside):
+        notices += (
+            f"the tensors {beside}* are not trained, and an export writes them back unchanged",
+        )
     if quantization is not None:
         notices += (quantization.notice,)
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped, quantization)
@@ -324,6 +333,11 @@ def _has_text_alone(folder: Path) -> bool:
     return any(LAYER.match(name) for name in names) and not any(map(is_of_text, names))
 
 
+def _has_beside(folder: Path, beside: str) -> bool:
+    with ExitStack() as stack:
+        return any(name.startswith(beside) for name in _tensors(folder, stack))
+
+
 def _has_own_head(
     folder: Path, kind: str, wrapped: bool, quantization: Quantization | None
 ) -> bool:
@@ -349,23 +363,29 @@ def _has_own_head(
 def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
     """Copies all parts of a vision model except its text model into the new folder `to`.
 
-    See `keep_others`. Does nothing for other models. Raises UserError if a file cannot be read or
-    written.
+    For a text model, it copies the tensors that transformers leaves out, if there are any. See
+    `keep_others`. Raises UserError if a file cannot be read or written.
     """
-    if not source.wrapped:
+    beside = FAMILIES[source.kind].others
+    if not source.wrapped and not beside:
         return
     with ExitStack() as stack:
         where = _tensors(folder, stack)
-        names = [key for key in where if not is_of_text(key.removesuffix(SCALE))]
+        if source.wrapped:
+            names = [key for key in where if not is_of_text(key.removesuffix(SCALE))]
+        else:
+            names = [key for key in where if key.startswith(beside)]
         for key in names:
             if key.endswith(SCALE) or where[key].get_slice(key).get_dtype().startswith("F8"):
                 raise UserError(
-                    f"from={folder}: {plain(key)} is quantized, but only the text model of a "
-                    f"vision model may be, because an export has no {QUANTIZED}"
+                    f"from={folder}: {plain(key)} is quantized, but only the tensors of the text "
+                    f"model may be, because an export has no {QUANTIZED}"
                 )
+        if not names and not source.wrapped:
+            return
     try:
         with new_folder(to) as partial:
-            keep_others(folder, _files(folder), names, partial)
+            keep_others(folder, _files(folder), names, partial, whole=source.wrapped)
     except (OSError, ValueError) as error:
         raise UserError(
             f"from={folder}: its files and tensors outside of the text model cannot be kept "
@@ -404,6 +424,10 @@ def tensors_of(
         where = _tensors(folder, stack, quantization)
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
+        wanted_shapes = {
+            key: t.shape for t in tensors for key in spellings(t.name, wrapped=wrapped)
+        }
+        where = convolutions_apart(where, wanted_shapes)
         left_out = range(model.num_layers, model.num_layers + mtp)
         experts = model.num_experts
         keys = _match(folder, tensors, where, kind, left_out, experts, wrapped=wrapped)
@@ -417,18 +441,22 @@ def tensors_of(
                 whole = _finite(folder, where[place.key], place, slice(None), dtype)
                 whole = whole.t() if tensor.transposed else whole
                 whole = _reordered(whole, tensor, back=False)
-                for part, rows in zip(tensor.parts, whole.split(tensor.rows), strict=True):
+                whole = whole.squeeze(1) if tensor.squeezed else whole
+                heights = [rows // tensor.groups for rows in tensor.rows]
+                grouped = whole.unflatten(0, (tensor.groups, -1)).split(heights, dim=1)
+                for part, rows in zip(tensor.parts, grouped, strict=True):
                     if part in asked:
                         first, end = (None, None) if wanted is None else wanted[part]
-                        yield part, rows[first:end].contiguous()
+                        yield part, rows.flatten(0, 1)[first:end].contiguous()
                 continue
-            begin = 0
-            for part, size in zip(tensor.parts, tensor.rows, strict=True):
+            for number, part in enumerate(tensor.parts):
                 if part in asked:
-                    first, end = wanted[part]
-                    at = slice(begin + first, begin + end)
-                    yield part, _finite(folder, where[place.key], place, at, dtype).contiguous()
-                begin += size
+                    pieces = [
+                        _finite(folder, where[place.key], place, slice(*at), dtype)
+                        for at in tensor.places_of(number, *wanted[part])
+                    ]
+                    rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                    yield part, (rows.squeeze(1) if tensor.squeezed else rows).contiguous()
 
 
 def _finite(
@@ -590,7 +618,7 @@ def _match(
     Tensors of the layers `left_out` are ignored.
     """
     keys: dict[str, Place] = {}
-    heads = spellings(HEAD, wrapped=wrapped)
+    heads, beside = spellings(HEAD, wrapped=wrapped), FAMILIES[kind].others
     tied = all(tensor.name != HEAD for tensor in tensors)
     for tensor in tensors:
         may_be = places(tensor.name, kind, wrapped=wrapped)
@@ -620,7 +648,7 @@ def _match(
         for k in where
         if k not in known
         and not NO_WEIGHTS.search(k)
-        and (is_of_text(k) or not wrapped)
+        and (is_of_text(k) if wrapped else not (beside and k.startswith(beside)))
         and not ((layer := LAYER.match(k)) and int(layer[1]) in left_out)
     ]
     if unknown:
@@ -665,14 +693,14 @@ def _configs(
     ends: Callable[[Any], Any] | None,
     others: Path | None,
 ) -> dict[str, bytes]:
-    config = to_hf(model, dtype, kept.get(TYPE), kept.get(POSITIONS, 0))
+    config = with_kept(to_hf(model, dtype, kept.get(TYPE), kept.get(POSITIONS, 0)), kept)
     tokens = {} if end is None else {"bos_token_id": begin, "eos_token_id": end}
     tokens |= {key: kept[key] for key in TOKENS if key in kept}
     if ends is not None:
         tokens[EOS] = ends(tokens.get(EOS))
     generation = {GENERATION: _json(tokens)} if tokens else {}
     content = config | tokens
-    if others is not None:
+    if others is not None and whole_model(others) is not None:
         content = whole_config(others, content, tokens.get(EOS))
     return {CONFIG: _json(content)} | generation
 

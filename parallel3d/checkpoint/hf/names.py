@@ -18,13 +18,15 @@ from parallel3d.models.declared import (
     full_tensors,
     layer,
 )
+from parallel3d.models.dialect import GATED_DELTANET
 from parallel3d.models.keys import ModelConfig
 
 HEAD, OWN_HEAD = "lm_head.weight", "head.weight"
 ROUTER = "mlp.router"
 EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
 EMBEDDINGS[GPT2] = "transformer.wte.weight"
-LAYER = "model.layers.{}"
+LAYER_PREFIX = "model.layers."
+LAYER = f"{LAYER_PREFIX}{{}}"
 # transformers' module → ours: before the layers, in the halves of a layer, and after the layers.
 # Without a name here, a mixer cannot be exported.
 _BEFORE = {"model.embed_tokens": "embedding.word"}
@@ -38,6 +40,8 @@ _OF_MIXER: dict[str | None, dict[str, str]] = {
         "self_attn.k_norm": "attention.k_norm",
     }
 }
+# The same with a gate: its rows follow those of the queries in each head.
+_Q, _WITH_GATE = "self_attn.q_proj", "attention.q attention.gate"
 _OF_MLP: dict[str | None, dict[str, str]] = {
     DENSE: {
         "mlp.gate_proj": "mlp.gate",
@@ -63,6 +67,7 @@ TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 TEXT_HEADS = (f"language_model.{HEAD}", HEAD)
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 TURNED = ("attention.q", "attention.k")  # modules whose rows RoPE rotates
+CONVOLUTIONS = "conv1d.weight"  # (channels, 1, taps) in the file
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,9 @@ class HFTensor:
             router's bias, whose differences bf16 would erase.
         pairs: (size of a head, rotated dimensions) if RoPE pairs dimensions (2i, 2i + 1) in the
             file, or None if it pairs (i, i + r/2), as in our model.
+        groups: number of groups of rows, such as heads. A group has its rows of the first part,
+            then those of the second, and so on; with 1, the parts are simply concatenated.
+        squeezed: whether the file has a further dimension of one element behind the first.
     """
 
     name: str
@@ -88,6 +96,24 @@ class HFTensor:
     transposed: bool = False
     wide: bool = False
     pairs: tuple[int, int] | None = None
+    groups: int = 1
+    squeezed: bool = False
+
+    def places_of(self, part: int, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yields, in order, the ranges of the file's rows that hold rows of a part.
+
+        Args:
+            part: index of the part.
+            first, end: the part's first row and the one behind the last.
+        """
+        heights = [rows // self.groups for rows in self.rows]
+        height, before, whole = heights[part], sum(heights[:part]), sum(heights)
+        while first < end:
+            group, row = divmod(first, height)
+            count = min(height - row, end - first)
+            begin = group * whole + before + row
+            yield begin, begin + count
+            first += count
 
 
 def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
@@ -107,6 +133,9 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
             continue
         rows = tuple(shapes[name][0] for name in parts)
         shape = (sum(rows), *shapes[parts[0]][1:])
+        groups = _groups(model, FAMILIES[kind], theirs)
+        squeezed = theirs.endswith(CONVOLUTIONS)
+        shape = (shape[0], 1, *shape[1:]) if squeezed else shape
         transposed = kind == GPT2 and in_layer and len(shape) == 2
         shape = shape[::-1] if transposed else shape
         pairs = None
@@ -115,7 +144,8 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
             if name.rpartition(".")[0] in TURNED:
                 size = model.attention_kind(int(number)).head_size
                 pairs = size, int(size * model.rotary_percent)
-        tensors.append(HFTensor(theirs, parts, rows, shape, transposed, parts[0] in wide, pairs))
+        how = transposed, parts[0] in wide, pairs, groups, squeezed
+        tensors.append(HFTensor(theirs, parts, rows, shape, *how))
     if OWN_HEAD in shapes:
         rows = shapes[OWN_HEAD][:1]
         tensors.append(HFTensor(HEAD, (OWN_HEAD,), rows, shapes[OWN_HEAD]))
@@ -125,6 +155,15 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
             "format does not know a layer of the model"
         )
     return tensors
+
+
+def _groups(model: ModelConfig, family: Family, name: str) -> int:
+    """Returns the number of groups of rows of a tensor (see `HFTensor`)."""
+    module = name.rpartition(".")[0].partition(LAYER_PREFIX)[2].partition(".")[2]
+    if family.gated and module == _Q:
+        return model.num_attention_heads
+    by_head = frozenset[str]() if family.delta is None else family.delta.by_head
+    return model.key_heads if module in by_head else 1
 
 
 def spellings(name: str, *, wrapped: bool = False) -> list[str]:
@@ -144,7 +183,11 @@ def spellings(name: str, *, wrapped: bool = False) -> list[str]:
 def places(name: str, kind: str, *, wrapped: bool = False) -> list[Place]:
     """Returns the places that a tensor of the format `kind` may have in a folder."""
     found = [Place(key) for key in spellings(name, wrapped=wrapped)]
-    experts = FAMILIES[kind].experts
+    experts, delta = FAMILIES[kind].experts, FAMILIES[kind].delta
+    for other, usual in ({} if delta is None else delta.other_names).items():
+        if f".{usual}." in name:
+            key = name.replace(f".{usual}.", f".{other}.")
+            found += [Place(key) for key in spellings(key, wrapped=wrapped)]
     joined = None if experts is None else joined_place(name, experts)
     if joined is not None:
         found += [joined._replace(key=key) for key in spellings(joined.key, wrapped=wrapped)]
@@ -162,14 +205,19 @@ def _modules(family: Family, model: ModelConfig, of: LayerKind) -> dict[str, str
     Within a half of the layer, norms follow the matrices, as in transformers. Modules that the
     model lacks come last.
     """
-    of_layer = _OF_MIXER.get(of.mixer, {}) | _OF_MLP.get(of.mlp, {})
+    of_mixer, norms = _OF_MIXER.get(of.mixer, {}), family.norms
+    if of.mixer == ATTENTION and family.gated:
+        of_mixer = of_mixer | {_Q: _WITH_GATE}
+    if of.mixer == GATED_DELTANET and family.delta is not None:
+        of_mixer, norms = dict(family.delta.modules), family.delta.norms
+    of_layer = of_mixer | _OF_MLP.get(of.mlp, {})
     joined = {part for parts in family.joined.values() for part in parts.split()}
     apart = {theirs: ours for theirs, ours in of_layer.items() if ours not in joined}
-    found = {**family.norms, **family.joined, **apart}
+    found = {**norms, **family.joined, **apart}
     held = [tensor for tensors in layer(model, of).values() for tensor in tensors]
     halves = groupby(held, key=lambda tensor: tensor.name.split(".")[0])
     in_order = [
-        tensor.name.rpartition(".")[0]
+        tensor.name.removesuffix(".weight").removesuffix(".bias")
         for _, half in halves
         for tensor in sorted(half, key=lambda tensor: -len(tensor.dims))
     ]
@@ -184,7 +232,8 @@ def _modules(family: Family, model: ModelConfig, of: LayerKind) -> dict[str, str
 def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
     """Yields (transformers' tensor, our tensors, whether they are in a layer).
 
-    This includes tensors that the model may lack, such as biases.
+    This includes tensors that the model may lack, such as biases, and those of modules that are
+    themselves a tensor.
     """
     family = FAMILIES[kind]
     names = family.experts
@@ -213,5 +262,5 @@ def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...]
 def _tensors_of(
     theirs: str, ours: list[str], in_layer: bool
 ) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    for part in ("weight", "bias"):
-        yield f"{theirs}.{part}", tuple(f"{module}.{part}" for module in ours), in_layer
+    for part in (".weight", ".bias", ""):
+        yield theirs + part, tuple(module + part for module in ours), in_layer

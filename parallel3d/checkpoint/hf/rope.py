@@ -22,6 +22,7 @@ NEW, OLD = "rope_parameters", "rope_scaling"
 ORIGINAL = "original_max_position_embeddings"
 PART, ROTARY_DIM = "partial_rotary_factor", "rotary_dim"
 BETA = "llama_4_scaling_beta"
+SECTIONS, INTERLEAVED = "mrope_section", "mrope_interleaved"
 OF_LLAMA3 = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
@@ -46,7 +47,7 @@ def read_rope(
     overrides the top-level base, but a top-level `original_max_position_embeddings` overrides the
     inner one, whose default is the number of positions. Families with a separate base for layers
     with a window have `rope_parameters` for each kind of layer, and `rope_scaling` adds to those of
-    full layers.
+    full layers. The result is empty if no layer has positions.
 
     Args:
         positions: maximum sequence length.
@@ -65,7 +66,13 @@ def read_rope(
                 "express: all layers must have the same rope_parameters"
             )
     rope = Keys(content, "the object rope_parameters of config.json")
-    found = _read(keys, rope, family, positions, width, keys.get(THETA, family.base, float))
+    null: dict[str, Any] = {"null": None} if family.may_lack_positions else {}
+    top = keys.get(THETA, family.base, float, **null)
+    if null and content.get(THETA, top) is None:
+        return {}
+    if family.multimodal:
+        _read_sections(rope)
+    found = _read(keys, rope, family, positions, width, top)
     if family.has_temperature:
         beta = rope.get(BETA, None, float)
         if beta is None:
@@ -80,6 +87,28 @@ def read_rope(
         rope.take(ORIGINAL, None)  # read above, unless the scaling's own reader has read it
     keys.include(NEW, rope)
     return found
+
+
+def _read_sections(rope: Keys) -> None:
+    """Raises UserError unless the shares of time, height and width have their known form.
+
+    All three positions of a token of text are the same, so that the shares have no effect.
+    """
+    shares = rope.get(SECTIONS, None, list)
+    if shares is not None and not (
+        len(shares) == 3 and all(type(share) is int and share >= 0 for share in shares)
+    ):
+        raise rope.error(SECTIONS, shares, "it must be three whole numbers of at least 0")
+    rope.require(INTERLEAVED, (True,), True)
+
+
+def kept_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the object rope_parameters with its keys for images and videos alone, if any."""
+    content = config.get(OLD) or config.get(NEW)
+    if not isinstance(content, dict):
+        return {}
+    found = {key: content[key] for key in (SECTIONS, INTERLEAVED) if key in content}
+    return {NEW: found} if found else {}
 
 
 def _read_by_kind(
@@ -270,6 +299,8 @@ def written_rope(model: ModelConfig, family: Family, positions: int) -> dict[str
 
     `positions` is the value of max_position_embeddings, unless the result has another one.
     """
+    if family.may_lack_positions and not model.ropes:
+        return {THETA: None, NEW: {THETA: None, KIND: "default"}}
     scaling = _written_scaling(model)
     base = {THETA: model.rotary_base}
     keys: dict[str, Any] = dict(base)

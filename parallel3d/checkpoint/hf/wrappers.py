@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel3d.checkpoint.hf.config import ABOUT, EXPECTED, FIXED, TOKENS, TYPE
-from parallel3d.checkpoint.hf.families import FAMILIES, GEMMA3, LLAMA, MISTRAL
+from parallel3d.checkpoint.hf.families import (
+    FAMILIES,
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    QWEN3_5,
+    QWEN3_5_MOE,
+)
 from parallel3d.checkpoint.hf.quantization import QUANTIZED
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.data.tokenizer import CHAT_TEMPLATE, CONFIG, LARGEST_BESIDE, PROCESSORS_TEMPLATE
@@ -49,13 +56,18 @@ class Wrapper:
         text: model_type of the text model if text_config has none.
         tied: default of tie_word_embeddings, which ties the head to the text model's embedding.
         images: keys of the encoder, the projector and the tokens of images.
+        newer: whether every folder has the newer of the two layouts of names.
     """
 
     text: str
     tied: bool
     images: str
+    newer: bool = False
 
 
+_QWEN3_5_IMAGES = (
+    "image_token_id video_token_id vision_start_token_id vision_end_token_id language_model_only"
+)
 _PROJECTED = "image_token_index projector_hidden_act vision_feature_layer multimodal_projector_bias"
 # model_type of the whole model → its class.
 WRAPPERS = {
@@ -72,6 +84,8 @@ WRAPPERS = {
         # The class of transformers 4.36 wrote these two, and no class computes with them.
         "ignore_index vocab_size",
     ),
+    "qwen3_5": Wrapper(QWEN3_5, tied=False, images=_QWEN3_5_IMAGES, newer=True),
+    "qwen3_5_moe": Wrapper(QWEN3_5_MOE, tied=False, images=_QWEN3_5_IMAGES, newer=True),
 }
 
 
@@ -115,6 +129,14 @@ def text_part(config: Mapping[str, Any], *, alone: bool = False) -> TextPart:
     return TextPart(part, keys.finish(about))
 
 
+def whole_model(kept: Path) -> str | None:
+    """Returns the model_type of the vision model in the folder `kept`, or None if it has none."""
+    if not (kept / CONFIG).is_file():
+        return None
+    kind = str(parse_json(read_bounded(kept / CONFIG, LARGEST_BESIDE)).get(TYPE))
+    return kind if kind in WRAPPERS else None
+
+
 def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, Any]:
     """Returns the config.json of the imported folder with `text` as its text model.
 
@@ -154,13 +176,16 @@ def extents_of(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to: Path) -> None:
-    """Writes the tensors `names`, config.json and the processor's files into the folder `to`.
+def keep_others(
+    folder: Path, files: Sequence[Path], names: Collection[str], to: Path, *, whole: bool
+) -> None:
+    """Writes the tensors `names` into the folder `to`.
 
-    `files` are the files with the weights; if several hold a tensor, the last file counts. Raises
-    OSError, and raises ValueError for a .json file that is not valid JSON.
+    `files` are the files with the weights; if several hold a tensor, the last file counts. With
+    `whole`, the folder holds a vision model, whose config.json and processor's files are written,
+    too. Raises OSError, and raises ValueError for a .json file that is not valid JSON.
     """
-    for name in (CONFIG, *PROCESSOR_FILES):
+    for name in (CONFIG, *PROCESSOR_FILES) if whole else ():
         if (folder / name).is_file():
             content = read_bounded(folder / name, LARGEST_BESIDE)
             if name.endswith(".json"):
