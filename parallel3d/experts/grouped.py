@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.device.fused import fused
 from parallel3d.device.grouped import Groups, grouped_matmul
+from parallel3d.device.matmul import matmul
 from parallel3d.experts.gradients import add_grouped_gradient
 from parallel3d.experts.rows import Rows, sum_of_slots
 from parallel3d.parameters.gradients import deferred_queue
@@ -39,7 +42,13 @@ class Activation(NamedTuple):
 
 
 def run_experts(
-    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, rows: Rows, activation: Activation
+    x: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    rows: Rows,
+    activation: Activation,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Runs this rank's experts on t tokens: (t, hidden) → (t, hidden).
 
@@ -49,8 +58,48 @@ def run_experts(
         down: (experts · hidden, ffn), the experts' second matrices, one after the other.
         rows: the rows of each expert.
         activation: the non-linearity, from `inner` to `ffn` features.
+        bias: (experts · inner,), the biases of the first matrices; None: there are none.
     """
-    return _Experts.apply(x, weights, up, down, rows, activation)
+    return _Experts.apply(x, weights, up, down, rows, activation, bias)
+
+
+def add_biases(y: Tensor, weights: Tensor, bias: Tensor, rows: Rows) -> Tensor:
+    """Adds the biases of this rank's experts' second matrices to `run_experts`' result `y`.
+
+    A token gets the bias of each expert that it chose times the weight of this choice, because
+    weights are multiplied before the second matrices.
+
+    Args:
+        bias: (experts · hidden,), the biases, one after the other.
+    """
+    return _WeighedBiases.apply(y, weights, bias, rows)
+
+
+class _WeighedBiases(torch.autograd.Function):
+    """Adds W·b, where W (t, experts) has the weights of this rank's experts for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, bias: Tensor, rows: Rows) -> Tensor:
+        biases = bias.unflatten(0, (-1, y.shape[1]))
+        chosen = rows.experts()
+        # The column behind the last one takes the choices of other ranks' experts.
+        of_experts = weights.new_zeros(len(weights), len(biases) + 1)
+        of_experts = of_experts.scatter_(1, chosen, weights)[:, :-1].to(y.dtype)
+        ctx.bias = bias
+        ctx.dtype = weights.dtype
+        ctx.save_for_backward(of_experts, chosen)
+        return y + matmul(of_experts, biases)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_experts, chosen = ctx.saved_tensors
+        biases = ctx.bias.detach().unflatten(0, (-1, grad.shape[1]))
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = matmul(of_experts.t(), grad).flatten()
+        # An expert of another rank is a column of zeros.
+        of_all = F.pad(matmul(grad, biases.t()).to(ctx.dtype), (0, 1))
+        return grad, of_all.gather(1, chosen), grad_bias, None
 
 
 class _Experts(torch.autograd.Function):
@@ -70,6 +119,7 @@ class _Experts(torch.autograd.Function):
         down: Tensor,
         rows: Rows,
         activation: Activation,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.up = up
         ctx.down = down
@@ -77,6 +127,8 @@ class _Experts(torch.autograd.Function):
         ctx.activation = activation
         # No variable refers to the gathered rows, so that they are freed before the second GEMM.
         inner = grouped_matmul(x.index_select(0, rows.tokens), *_transposed(up, rows))
+        if bias is not None:
+            inner = add_bias_of_rows(inner, bias.unflatten(0, (-1, inner.shape[1])), rows.owners())
         ctx.save_for_backward(weights, inner, *([x] if up.requires_grad else []))
         active = _weighed(inner, weights.flatten()[rows.slots], activation)
         out = grouped_matmul(active, *_transposed(down, rows))
@@ -125,7 +177,24 @@ class _Experts(torch.autograd.Function):
         grad_weights[rows.slots] = grad_chosen
         if of_up:
             grad_up = add_grouped_gradient(up, lambda: grad_inner, taken, rows.groups)
-        return grad_x, grad_weights.view_as(weights), grad_up, grad_down, None, None
+        grad_bias = sum_of_groups(grad_inner, rows).flatten() if ctx.needs_input_grad[6] else None
+        return grad_x, grad_weights.view_as(weights), grad_up, grad_down, None, None, grad_bias
+
+
+@partial(fused, rows=True)
+def add_bias_of_rows(rows: Tensor, biases: Tensor, owners: Tensor) -> Tensor:
+    """Adds its expert's bias to each row: (rows, n), (experts, n), (rows,) → (rows, n)."""
+    return rows + biases.index_select(0, owners)
+
+
+def sum_of_groups(values: Tensor, rows: Rows) -> Tensor:
+    """Returns the sum of each expert's rows: (rows, n) → (experts, n).
+
+    It is a product with the table of which row is whose, because a sum by atomic additions would
+    have other bits in each run. An expert without rows gets zeros.
+    """
+    experts = torch.arange(len(rows.groups.ends), device=values.device).unsqueeze(1)
+    return matmul((rows.owners() == experts).to(values.dtype), values)
 
 
 def _same(x: Tensor) -> Tensor:

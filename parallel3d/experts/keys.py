@@ -29,6 +29,9 @@ class ExpertKeys:
     )
     experts_per_token: int = key(2, "experts that each token uses", minimum=1)
     expert_ffn_size: int | None = key(None, "width of an expert; null: ffn_hidden_size", minimum=1)
+    expert_bias: bool = key(
+        False, "biases in the linear layers of experts, but not of the shared one (gpt-oss)"
+    )
     shared_expert_size: int = key(
         0, "width of the shared expert, which every token uses; 0: none", minimum=0
     )
@@ -42,6 +45,9 @@ class ExpertKeys:
     )
     router_normalize: bool = key(True, "the weights of a token's experts are divided by their sum")
     router_scale: float = key(1.0, "factor of the weights of a token's experts", above=0)
+    router_logit_bias: bool = key(
+        False, "a trained bias on each expert's logit, before the score (gpt-oss)"
+    )
     router_bias: bool = key(
         False,
         "a bias on each expert's score that only affects the choice, and is updated once a step "
@@ -145,7 +151,7 @@ CONFLICTS = (
     ),
     Conflict(
         {"model.num_experts": EXPERTS, "model.bias": OneOf(True)},
-        "{model.num_experts}: experts have no biases, but {model.bias}",
+        "{model.num_experts}: experts have biases with model.expert_bias, but {model.bias}",
         (("model.bias", False),),
     ),
     Conflict(

@@ -130,10 +130,11 @@ class Router(nn.Module):
     """Scores the experts for every token and chooses among them; replicated over tp.
 
     Args:
-        held: its parameter and its bias (`declared.router`).
+        held: its parameters and its bias (`declared.router`).
         routing: the key `moe.routing`: `model` or `balanced`.
 
     Attributes:
+        logit_bias: (experts,), added to the logits; None without `model.router_logit_bias`.
         bias: (experts,), fp32 or fp64, added to the scores for the choice; None without
             `model.router_bias`. It is not a parameter: the optimizer, gradient clipping and weight
             averaging ignore it.
@@ -155,6 +156,9 @@ class Router(nn.Module):
         self.name = weight.name.removesuffix(".weight")
         self.settings = RouterSettings.of(model)
         self.weight = init.parameter(ParameterSpec.of(held["weight"]))
+        self.logit_bias: nn.Parameter | None = None
+        if "logit_bias" in held:
+            self.logit_bias = init.parameter(ParameterSpec.of(held["logit_bias"]))
         bias = None
         if "bias" in held:
             bias = torch.zeros(held["bias"][0].shape, dtype=init.dtype, device=init.device)
@@ -179,6 +183,8 @@ class Router(nn.Module):
                 tokens are not counted.
         """
         logits = _Logits.apply(x, self.weight).flatten(0, -2)
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias.to(logits.dtype)
         scores = scores_of(logits, self.settings)
         is_first = route.experts is None
         experts = self._chosen(x, scores, balance) if route.experts is None else route.experts

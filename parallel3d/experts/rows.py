@@ -49,6 +49,18 @@ class Rows:
         tokens = slots.div(experts.shape[1], rounding_mode="floor")
         return cls(groups, tokens, slots, places.view(experts.shape))
 
+    def owners(self) -> Tensor:
+        """Returns the local expert of each row, (rows,) int64."""
+        rows = torch.arange(len(self.tokens), device=self.tokens.device)
+        return torch.searchsorted(self.groups.ends.long(), rows, right=True)
+
+    def experts(self) -> Tensor:
+        """Returns the local expert of each choice, (tokens, slots) int64.
+
+        A choice that is not a local expert has the number of local experts.
+        """
+        return torch.searchsorted(self.groups.ends.long(), self.places, right=True)
+
 
 class RowCounts:
     """Counts the rows of this rank's experts on the device; `rows` waits for the counts.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -250,11 +250,15 @@ def dense_mlp(model: ModelConfig, _: LayerKind) -> Held:
 
 
 def router(model: ModelConfig) -> Held:
-    """Declares a router, whose bias is a state."""
+    """Declares a router: the bias of its logits is trained, and that of its choice is a state."""
     count = Dimension("experts", model.num_experts)
     weight = FullTensor("weight", (count, hidden_of(model)), std=model.init_std)
-    bias = vector("bias", count)._replace(is_state=True, wide=True)
-    return {"weight": (weight,), **({"bias": (bias,)} if model.router_bias else {})}
+    held: Held = {"weight": (weight,)}
+    if model.router_logit_bias:
+        held["logit_bias"] = (vector("logit_bias", count),)
+    if model.router_bias:
+        held["bias"] = (vector("bias", count)._replace(is_state=True, wide=True),)
+    return held
 
 
 def experts(model: ModelConfig, _: LayerKind) -> Held:
@@ -271,15 +275,26 @@ def experts(model: ModelConfig, _: LayerKind) -> Held:
             gate = FullTensor("shared_gate.weight", dims, std=model.init_std, muon=True)
             gates["shared_gate"] = (gate,)
 
-    def of_experts(part: str, dims: tuple[Dimension, ...], std: float) -> FullTensor:
-        name = f"experts.{{}}.{part}.weight"
-        return FullTensor(name, dims, std=std, muon=True, experts=model.num_experts)
+    count = model.num_experts
 
-    parts = ("gate", "up") if model.is_gated else ("up",)
-    ups = tuple(of_experts(name, (ffn, hidden), model.init_std) for name in parts)
-    down = of_experts("down", (hidden, ffn), output_std(model))
-    matrices = {"experts.up": ups, "experts.down": (down,)}
-    return gates | within("router", router(model)) | matrices | shared
+    def weights(parts: Sequence[str], out: Dimension, inputs: Dimension, std: float) -> Held:
+        names = [f"experts.{{}}.{part}" for part in parts]
+        every = [
+            FullTensor(f"{name}.weight", (out, inputs), std=std, muon=True, experts=count)
+            for name in names
+        ]
+        held: Held = {"weight": tuple(every)}
+        if model.expert_bias:
+            biases = (vector(f"{name}.bias", out)._replace(experts=count) for name in names)
+            held["bias"] = tuple(biases)
+        return held
+
+    up = weights(("gate", "up") if model.is_gated else ("up",), ffn, hidden, model.init_std)
+    down = weights(("down",), hidden, ffn, output_std(model))
+    held = Held()
+    for name, of in (("experts.up", up), ("experts.down", down)):
+        held |= {name: of["weight"], **({f"{name}_bias": of["bias"]} if "bias" in of else {})}
+    return gates | within("router", router(model)) | held | shared
 
 
 Declare = Callable[[ModelConfig, LayerKind], Held]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.blueprint.dispatch import chosen_way
-from parallel3d.experts.grouped import Activation, run_experts
+from parallel3d.experts.grouped import Activation, add_biases, run_experts
 from parallel3d.experts.route import TokenRoute, new_route
 from parallel3d.experts.router import Router
 from parallel3d.experts.rows import Rows
@@ -25,31 +25,39 @@ from parallel3d.parameters.declaration import Held, part_of
 
 
 class Experts(nn.Module):
-    """Holds the matrices of this rank's experts, concatenated.
+    """Holds the matrices and the biases of this rank's experts, concatenated.
 
-    All ranks of an edp group hold the same experts. Experts have no biases.
+    All ranks of an edp group hold the same experts.
     """
 
     def __init__(self, held: Held, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.activation = _activation(model)
-        self.up, self.down = ctx.parameter(held["up"]), ctx.parameter(held["down"])
+
+        def bias(name: str) -> nn.Parameter | None:
+            return ctx.parameter(held[name]) if name in held else None
+
+        self.up, self.up_bias = ctx.parameter(held["up"]), bias("up_bias")
+        self.down, self.down_bias = ctx.parameter(held["down"]), bias("down_bias")
 
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Returns each token's weighted sum over this rank's experts: (t, hidden) → (t, hidden)."""
-        return run_experts(x, weights, self.up, self.down, rows, self.activation)
+        matrices = self.up, self.down
+        y = run_experts(x, weights, *matrices, rows, self.activation, self.up_bias)
+        return y if self.down_bias is None else add_biases(y, weights, self.down_bias, rows)
 
 
 def _activation(model: ModelConfig) -> Activation:
-    plain = partial(activate, model.activation)
+    name, limit = model.activation, model.swiglu_limit
+    plain = partial(activate, name, limit=limit)
     if not model.is_gated:
         return Activation(plain)
 
     def weighed(inner: Tensor, weights: Tensor) -> Tensor:
-        return weighed_forward(inner, weights, model.activation)
+        return weighed_forward(inner, weights, name, limit)
 
     def backward(grad: Tensor, inner: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        return weighed_backward(grad, inner, weights, model.activation)
+        return weighed_backward(grad, inner, weights, name, limit)
 
     return Activation(plain, weighed, backward)
 

@@ -136,6 +136,13 @@ class TransformerKeys:
         "geglu: gelu_tanh(gate) · up (Gemma)",
         choices=("gelu", "gelu_tanh", "relu", "swiglu", "geglu"),
     )
+    swiglu_limit: float | None = key(
+        None,
+        "with swiglu: l of (u + 1) · g · σ(1.702 · g), where g is the gate up to l, and u is up "
+        "within ±l (gpt-oss); null: silu(gate) · up",
+        above=0,
+        tried=(7.0,),
+    )
     bias: bool = key(
         True,
         "biases in the linear layers",
@@ -430,6 +437,11 @@ CONFLICTS = (
         {"model.norm_zero_centered": OneOf(True), "model.norm": OneOf("layernorm")},
         "{model.norm_zero_centered} adds 1 to the weights of RMSNorms, but {model.norm}",
         (("model.norm", "rmsnorm"), ("model.norm_zero_centered", False)),
+    ),
+    Conflict(
+        {"model.swiglu_limit": NoneOf(None), "model.activation": NoneOf("swiglu")},
+        "{model.swiglu_limit} is a limit of swiglu, but {model.activation}",
+        (("model.activation", "swiglu"), ("model.swiglu_limit", None)),
     ),
     Conflict(
         {"mlp_chunk_tokens": NoneOf(None), "recompute": Matches(_leaves_mlp, "none")},

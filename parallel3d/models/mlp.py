@@ -19,10 +19,13 @@ from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-def activate(activation: str, x: Tensor) -> Tensor:
-    """Applies `model.activation`; swiglu and geglu map 2f features, gate and up, to f."""
+def activate(activation: str, x: Tensor, limit: float | None = None) -> Tensor:
+    """Applies `model.activation`; swiglu and geglu map 2f features, gate and up, to f.
+
+    `limit` is `model.swiglu_limit`.
+    """
     if activation == "swiglu":
-        return swiglu(x)
+        return swiglu(x, limit)
     if activation == "geglu":
         return geglu(x)
     if activation == "relu":
@@ -39,7 +42,7 @@ class MLP(nn.Module):
 
     def __init__(self, held: Held, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.activation = model.activation
+        self.activation, self.limit = model.activation, model.swiglu_limit
         self.repeats = ctx.repeats
         self.chunks = ctx.mlp_chunks if ctx.repeats.mlp else 1
         self.up = ColumnParallelLinear.of(part_of(held, "up"), **ctx.linear_arguments)
@@ -73,4 +76,4 @@ class MLP(nn.Module):
         return self.activate(self.up(x))
 
     def activate(self, x: Tensor) -> Tensor:
-        return activate(self.activation, x)
+        return activate(self.activation, x, self.limit)

@@ -24,6 +24,7 @@ Heads = tuple[int, int, int]  # heads, key-value heads, head_dim
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) or (b, s, 1, r/2) each
 # Constants of the tanh approximation of GELU (Hendrycks and Gimpel 2016).
 SQRT_2_OVER_PI, CUBIC = math.sqrt(2 / math.pi), 0.044715
+SLOPE = 1.702  # of the gate's sigmoid in gpt-oss, for which silu comes close to gelu
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -195,9 +196,38 @@ def geglu_forward(gate_up: Tensor) -> Tensor:
 def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     gate, grad = _wide(gate), _wide(grad)
-    share, slope = _share(gate, "geglu")
+    share, slope = _share(gate, "geglu", None)
     grad_gate = grad * up * (share + gate * slope)
     return torch.cat((grad_gate, grad * gate * share), -1).to(gate_up.dtype)
+
+
+@fused
+def clamped_swiglu_forward(gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    return (gate * torch.sigmoid(SLOPE * gate) * up).to(gate_up.dtype)
+
+
+@fused
+def clamped_swiglu_backward(grad: Tensor, gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    grad, (share, slope) = _wide(grad), _share(gate, "swiglu", limit)
+    found = torch.cat((grad * up * (share + gate * slope), grad * gate * share), -1)
+    return _within(found, gate_up, limit).to(gate_up.dtype)
+
+
+def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """Returns the two factors of a gated activation, before the gate's non-linearity."""
+    if limit is None:
+        return _wide(gate), up
+    return _wide(gate).clamp(max=limit), _wide(up).clamp(-limit, limit) + 1.0
+
+
+def _within(grad: Tensor, gate_up: Tensor, limit: float | None) -> Tensor:
+    """Returns the gradients of gate and up, given those of what is left of them by the limit."""
+    if limit is None:
+        return grad
+    gate, up = gate_up.chunk(2, dim=-1)
+    return grad.where(torch.cat((gate <= limit, up.abs() <= limit), -1), 0.0)
 
 
 def _silu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
@@ -213,17 +243,22 @@ class _Gate(NamedTuple):
 
     Attributes:
         forward, backward: fused functions of concatenated gate and up.
-        alone: the non-linearity of the gate, as a single PyTorch operation.
+        alone: the non-linearity of the gate, as a single PyTorch operation; None: there is none.
         alone_backward: the backward of `alone`, which writes the gradient into its last argument.
     """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
-    alone: Callable[[Tensor], Tensor]
-    alone_backward: Callable[[Tensor, Tensor, Tensor], None]
+    alone: Callable[[Tensor], Tensor] | None = None
+    alone_backward: Callable[[Tensor, Tensor, Tensor], None] | None = None
 
 
-def _gate(name: str) -> _Gate:
+def _gate(name: str, limit: float | None) -> _Gate:
+    if limit is not None:
+        return _Gate(
+            lambda gate_up: clamped_swiglu_forward(gate_up, limit),
+            lambda grad, gate_up: clamped_swiglu_backward(grad, gate_up, limit),
+        )
     if name == "swiglu":
         return _Gate(swiglu_forward, swiglu_backward, F.silu, _silu_backward)
     alone = partial(F.gelu, approximate="tanh")
@@ -232,10 +267,10 @@ def _gate(name: str) -> _Gate:
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, name: str) -> Tensor:
-        ctx.name, of = name, _gate(name)
-        if is_on_accelerator(gate_up):  # the gate's result is recomputed in the backward's kernel
-            ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, name: str, limit: float | None) -> Tensor:
+        ctx.how, of = (name, limit), _gate(name, limit)
+        if of.alone is None or is_on_accelerator(gate_up):
+            ctx.save_for_backward(gate_up)  # the backward's kernel recomputes the gate's result
             return of.forward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         active = of.alone(gate)
@@ -243,60 +278,67 @@ class _Gated(torch.autograd.Function):
         return active * up
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (gate_up, *kept), of = ctx.saved_tensors, _gate(ctx.name)
-        if not kept:
-            return of.backward(grad, gate_up), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up, *kept), of = ctx.saved_tensors, _gate(*ctx.how)
+        if not kept or of.alone_backward is None:
+            return of.backward(grad, gate_up), None, None
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
         torch.mul(grad, kept[0], out=grad_up)
         of.alone_backward(grad * up, gate, grad_gate)
-        return out, None
+        return out, None, None
 
 
 @partial(fused, rows=True)
-def weighed_forward(gate_up: Tensor, weights: Tensor, name: str) -> Tensor:
+def weighed_forward(
+    gate_up: Tensor, weights: Tensor, name: str, limit: float | None = None
+) -> Tensor:
     """Returns the gated activation of each row times the row's weight, rounded once.
 
     Shapes: (rows, 2f), (rows,) → (rows, f).
     """
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate = _wide(gate)
-    share, _ = _share(gate, name)
+    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    share, _ = _share(gate, name, limit)
     return (gate * share * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
 @partial(fused, rows=True)
 def weighed_backward(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, name: str
+    grad: Tensor, gate_up: Tensor, weights: Tensor, name: str, limit: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of the rows and of their weights, and the result of the forward."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, grad, weights = _wide(gate), _wide(grad), weights.unsqueeze(-1)
-    share, slope = _share(gate, name)
+    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    grad, weights = _wide(grad), weights.unsqueeze(-1)
+    share, slope = _share(gate, name, limit)
     active = gate * share
     weighed = grad * weights
     grad_gate = weighed * up * (share + gate * slope)
-    grad_gate_up = torch.cat((grad_gate, weighed * active), -1).to(gate_up.dtype)
+    grad_gate_up = torch.cat((grad_gate, weighed * active), -1)
+    grad_gate_up = _within(grad_gate_up, gate_up, limit).to(gate_up.dtype)
     active = active * up
     return grad_gate_up, (grad * active).sum(-1), (active * weights).to(gate_up.dtype)
 
 
-def _share(gate: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _share(gate: Tensor, name: str, limit: float | None) -> tuple[Tensor, Tensor]:
     """Returns s(z) and its derivative, where z · s(z) is the non-linearity of the gate z."""
     if name == "swiglu":
-        share = torch.sigmoid(gate)
-        return share, share * (1.0 - share)
+        share = torch.sigmoid(gate if limit is None else SLOPE * gate)
+        slope = share * (1.0 - share)
+        return share, slope if limit is None else SLOPE * slope
     # gelu: s = (1 + tanh u) / 2 with u = √(2/π)·(z + 0.044715·z³), and s' = (1 − tanh² u)·u' / 2.
     tanh = torch.tanh(SQRT_2_OVER_PI * (gate + CUBIC * gate**3))
     slope = 0.5 * (1.0 - tanh * tanh) * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * gate * gate)
     return 0.5 + 0.5 * tanh, slope
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) · up (Shazeer 2020) of concatenated gate and up: (..., 2f) → (..., f)."""
-    return _gated(gate_up, "swiglu")
+def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """Returns silu(gate) · up (Shazeer 2020) of concatenated gate and up: (..., 2f) → (..., f).
+
+    With a limit l it is (u + 1) · g · σ(1.702 · g), where g is the gate up to l, and u is up within
+    ±l (gpt-oss, arXiv:2508.10925).
+    """
+    return _gated(gate_up, "swiglu", limit)
 
 
 def geglu(gate_up: Tensor) -> Tensor:
@@ -304,11 +346,15 @@ def geglu(gate_up: Tensor) -> Tensor:
     return _gated(gate_up, "geglu")
 
 
-def _gated(gate_up: Tensor, name: str) -> Tensor:
+def _gated(gate_up: Tensor, name: str, limit: float | None = None) -> Tensor:
     if not torch.compiler.is_compiling():
-        return _Gated.apply(gate_up, name)
+        return _Gated.apply(gate_up, name, limit)
     gate, up = gate_up.chunk(2, dim=-1)
-    return _gate(name).alone(gate) * up
+    alone = _gate(name, limit).alone
+    if alone is not None:
+        return alone(gate) * up
+    gate, up = _clamped(gate, up, limit)
+    return (gate * torch.sigmoid(SLOPE * gate) * up).to(gate_up.dtype)
 
 
 @fused

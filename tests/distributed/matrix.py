@@ -84,7 +84,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "loss chunks": (False, True),
     },
     "model": {
-        "activation": ("gelu", "relu", "swiglu", "geglu"),
+        "activation": ("gelu", "relu", "swiglu", "geglu", "limited swiglu"),
         "positions": (
             *("learned", "rope", "partial rope", "scaled rope", "linear rope", "yarn", "longrope"),
             "none",
@@ -116,6 +116,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "ep": (1, 2, 4, 8),
         "dispatch": ("gather", "all_to_all"),
         "router": ("softmax", "unnormalised", "sigmoid", "groups"),
+        "expert biases": (False, True),  # of experts, and of the router's logits
         "balancing": ("none", "auxiliary", "both losses"),
         "shared expert": ("none", "plain", "gated"),
         "expert layers": ("all", "some"),
@@ -314,7 +315,8 @@ def _only_with_experts(*names: str) -> Iterator[Rule]:
 
 # Allowed combinations that compute the same as another one.
 IDLE = (
-    *_only_with_experts("dispatch", "router", "balancing", "shared expert", "expert layers"),
+    *_only_with_experts("dispatch", "router", "expert biases", "balancing"),
+    *_only_with_experts("shared expert", "expert layers"),
     Rule(
         "experts on one rank are not dispatched",
         ("ep", "dispatch"),
@@ -461,12 +463,13 @@ LARGE = [
 
 
 # A variety of RoPE is another table of angles, one of windows another mask, one of a router another
-# number for each expert, and each is computed in one place. What cuts sequences or heads may meet
+# number for each expert, one of an activation another formula, and each is computed in one place. What cuts sequences or heads may meet
 # it, and so may the number of a layer in its stage, which is of chunks and stages; the rest hardly.
 VARIETIES = [
     *(("positions", level) for level in FACTORS["positions"] if level not in ("rope", *UNROTATED)),
     *(("layer types", level) for level in ("two of three", "nope", "nope in windows")),
     *(("router", level) for level in ("unnormalised", "groups")),
+    *(("activation", "limited swiglu"), ("expert biases", True)),
 ]
 ELSEWHERE = {
     name
@@ -627,6 +630,7 @@ ACTIVATIONS: Mapping[str, dict[str, Any]] = {
     "relu": {"activation": "relu", "ffn_hidden_size": None},
     "swiglu": {"activation": "swiglu"},
     "geglu": {"activation": "geglu"},
+    "limited swiglu": {"activation": "swiglu", "swiglu_limit": 0.2},
 }
 ROPE = {"position_embedding": "rope"}
 POSITIONS: Mapping[str, dict[str, Any]] = {
@@ -771,6 +775,8 @@ def _model(levels: Levels) -> dict[str, Any]:
     if levels["experts"]:
         model |= EIGHT if levels["experts"] == 8 else SIXTEEN
         model |= ROUTERS[levels["router"]]
+        if levels["expert biases"]:
+            model |= {"expert_bias": True, "router_logit_bias": True}
         if levels["shared expert"] != "none":
             model |= {"shared_expert_size": 16}
             model |= {"shared_expert_gate": True} if levels["shared expert"] == "gated" else {}

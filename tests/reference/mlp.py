@@ -36,6 +36,7 @@ class MLP(nn.Module):
         width = width or shape.ffn_hidden_size or 4 * shape.hidden_size
         bias = shape.bias if bias is None else bias
         self.activation = shape.activation
+        self.limit = getattr(shape, "swiglu_limit", None)
         if shape.activation in ("swiglu", "geglu"):
             self.gate = nn.Linear(shape.hidden_size, width, bias=bias)
         self.up = nn.Linear(shape.hidden_size, width, bias=bias)
@@ -45,6 +46,9 @@ class MLP(nn.Module):
         up = self.up(x)
         if self.activation == "swiglu":
             gate = self.gate(x)
+            if self.limit is not None:  # gpt-oss, arXiv 2508.10925
+                gate, up = gate.clamp_max(self.limit), up.clamp(-self.limit, self.limit)
+                return self.down((up + 1) * (gate * (1.702 * gate).sigmoid()))
             return self.down(gate * gate.sigmoid() * up)
         if self.activation == "geglu":
             return self.down(gelu_tanh(self.gate(x)) * up)
@@ -79,7 +83,8 @@ def best(values: Sequence[float], count: int) -> tuple[list[int], float]:
 
 
 class Router(nn.Module):
-    """Scores experts by softmax(W x) or sigmoid(W x), and chooses k of them.
+    """Scores experts by softmax(W x) or sigmoid(W x), and chooses k of them; gpt-oss adds a bias,
+    which is trained, to W x.
 
     The bias b of the choice (DeepSeek-V3, arXiv 2412.19437) has no gradient and no part in the
     weights. With groups, only experts of the best groups can be chosen: a group is rated by the sum
@@ -93,12 +98,16 @@ class Router(nn.Module):
         self.group_size = shape.num_experts // shape.router_groups
         assert self.group_size * shape.router_groups == shape.num_experts
         assert shape.experts_per_token <= self.group_size * shape.router_top_groups
+        if getattr(shape, "router_logit_bias", False):
+            self.logit_bias = nn.Parameter(torch.zeros(shape.num_experts))
         if shape.router_bias:
             self.register_buffer("bias", torch.zeros(shape.num_experts))
 
     def forward(self, x: Tensor) -> Routing:
         """Scores the experts for `x` (batch, sequence, hidden)."""
         logits = x @ self.weight.T
+        if hasattr(self, "logit_bias"):
+            logits = logits + self.logit_bias
         softmax = self.shape.router_score == "softmax"
         assert softmax or self.shape.router_score == "sigmoid", self.shape.router_score
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
@@ -145,7 +154,8 @@ class Experts(nn.Module):
         self.router = Router(shape)
         width = shape.expert_ffn_size
         self.experts = nn.ModuleList(
-            MLP(shape, width, bias=False) for _ in range(shape.num_experts)
+            MLP(shape, width, bias=getattr(shape, "expert_bias", False))
+            for _ in range(shape.num_experts)
         )
         if shape.shared_expert_size:
             self.shared = MLP(shape, shape.shared_expert_size, bias=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel3d.device.grouped import Groups
 from parallel3d.experts import grouped
-from parallel3d.experts.grouped import Activation, run_experts
+from parallel3d.experts.grouped import Activation, add_biases, run_experts
 from parallel3d.experts.rows import RowCounts, Rows, sum_of_slots
 from parallel3d.models.mlp import activate
 from parallel3d.models.ops import weighed_backward, weighed_forward
@@ -55,16 +55,26 @@ def rows_of(chosen: Tensor) -> Rows:
     return RowCounts(chosen, EXPERTS, chosen.numel()).rows()
 
 
-def expected_of(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, experts: Tensor) -> Tensor:
+def expected_of(
+    x: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor,
+    down_bias: Tensor,
+    experts: Tensor,
+) -> Tensor:
     """Returns the weighted sums, one token and one slot at a time."""
     ups, downs = up.view(EXPERTS, 2 * WIDTH, HIDDEN), down.view(EXPERTS, HIDDEN, WIDTH)
+    biases = up_bias.view(EXPERTS, -1), down_bias.view(EXPERTS, -1)
     out = []
     for token, chosen, weight in zip(x, experts.tolist(), weights, strict=True):
         total = token * 0.0
         for slot, expert in enumerate(chosen):
             if expert < EXPERTS:
-                gate, inner = (ups[expert] @ token).chunk(2)
-                total = total + weight[slot] * (downs[expert] @ (gate * gate.sigmoid() * inner))
+                gate, inner = (ups[expert] @ token + biases[0][expert]).chunk(2)
+                found = downs[expert] @ (gate * gate.sigmoid() * inner) + biases[1][expert]
+                total = total + weight[slot] * found
         out.append(total)
     return torch.stack(out) if out else x * 0.0
 
@@ -72,12 +82,18 @@ def expected_of(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, experts: T
 PLAIN = Activation(partial(activate, "swiglu"))
 
 
-def check(experts: list[list[int]], main_grads: bool, activation: Activation = PLAIN) -> None:
+def check(
+    experts: list[list[int]],
+    main_grads: bool,
+    activation: Activation = PLAIN,
+    biased: bool = False,
+) -> None:
     """Compares results and gradients with a loop, in memory that is NaN before it is written."""
     chosen = torch.tensor(experts, dtype=torch.int64).view(-1, 2)
     values = (
         *(drawn(len(chosen), HIDDEN, seed=1), drawn(len(chosen), 2, seed=2)),
         *(drawn(EXPERTS * 2 * WIDTH, HIDDEN, seed=3), drawn(EXPERTS * HIDDEN, WIDTH, seed=4)),
+        *(drawn(EXPERTS * 2 * WIDTH, seed=6) * biased, drawn(EXPERTS * HIDDEN, seed=7) * biased),
     )
     leaves = [value.clone().requires_grad_() for value in values]
     theirs = expected_of(*leaves, chosen)
@@ -85,13 +101,16 @@ def check(experts: list[list[int]], main_grads: bool, activation: Activation = P
     wanted = torch.autograd.grad(theirs, leaves, grad, allow_unused=True)
     given = [value.clone().requires_grad_() for value in values]
     if main_grads:
-        for weight in given[2:]:
+        for weight in given[2:4]:
             state_of(weight).main_grad = torch.zeros_like(weight)
     with uninitialised_is_nan():
-        ours = run_experts(*given, rows_of(chosen), activation)
+        rows = rows_of(chosen)
+        ours = run_experts(*given[:4], rows, activation, given[4] if biased else None)
+        if biased:
+            ours = add_biases(ours, given[1], given[5], rows)
         ours.backward(grad)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-    for leaf, gradient in zip(given, wanted, strict=True):
+    for leaf, gradient in zip(given[: None if biased else 4], wanted, strict=biased):
         found = state_of(leaf).main_grad if state_of(leaf).main_grad is not None else leaf.grad
         expected = torch.zeros_like(leaf) if gradient is None else gradient
         assert found is not None  # zero and not missing: AdamW decays unused experts too
@@ -104,6 +123,13 @@ def test_grouped_experts_equal_a_loop_over_tokens(
     experts: list[list[int]], main_grads: bool
 ) -> None:
     check(experts, main_grads)
+
+
+@pytest.mark.parametrize("experts", CHOICES.values(), ids=CHOICES.keys())
+def test_biases_of_experts_equal_a_loop_over_tokens(experts: list[list[int]]) -> None:
+    """The biases of the second matrices are weighed as their results are; an expert without rows
+    has a gradient of zeros."""
+    check(experts, main_grads=False, biased=True)
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
@@ -178,14 +204,16 @@ def test_an_activation_in_bf16_is_rounded_once_with_its_weight() -> None:
     assert not torch.equal(found, x * weights.bfloat16())
 
 
-@pytest.mark.parametrize("name", ["swiglu", "geglu"])
-def test_the_kernels_of_a_weighed_activation_equal_its_plain_form(name: str) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("swiglu", None), ("geglu", None), ("swiglu", 0.2)])
+def test_the_kernels_of_a_weighed_activation_equal_its_plain_form(
+    name: str, limit: float | None
+) -> None:
     rows, grad = drawn(9, 2 * WIDTH, seed=1), drawn(9, WIDTH, seed=2)
     leaves = rows.requires_grad_(), drawn(9, seed=3).requires_grad_()
-    plain = activate(name, leaves[0]) * leaves[1].unsqueeze(-1)
+    plain = activate(name, leaves[0], limit) * leaves[1].unsqueeze(-1)
     wanted = (*torch.autograd.grad(plain, leaves, grad), plain)
     detached = [leaf.detach() for leaf in leaves]
-    torch.testing.assert_close(weighed_forward(*detached, name), plain.detach())
-    found = weighed_backward(grad, *detached, name)
+    torch.testing.assert_close(weighed_forward(*detached, name, limit), plain.detach())
+    found = weighed_backward(grad, *detached, name, limit)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-13)

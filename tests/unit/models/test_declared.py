@@ -44,6 +44,7 @@ MODELS = {
     "attention sinks": QWEN3 | {"attention_sinks": True, "attention_gate": True},
     "full norms": QWEN3 | {"qk_norm_width": "full", "norm_position": "after"},
     "experts": EXPERTS,
+    "biased experts": EXPERTS | {"expert_bias": True, "router_logit_bias": True},
 }
 
 

@@ -147,6 +147,16 @@ def test_gated_activations_multiply_by_up(
     assert gradcheck(lambda x: ours(x), (x,))
 
 
+def test_a_limited_swiglu_stops_the_gate_above_and_up_on_both_sides() -> None:
+    x = (4 * leaf(2, 3, 10)).detach().requires_grad_()
+    gate, up = x.chunk(2, dim=-1)
+    assert (gate < -2).any() and (gate > 2).any() and (up.abs() > 2).any()
+    below, within = torch.minimum(gate, torch.full_like(gate, 2)), up.clamp(-2, 2)
+    expected = (within + 1) * below * torch.sigmoid(1.702 * below)
+    torch.testing.assert_close(swiglu(x, 2.0), expected)
+    assert gradcheck(lambda x: swiglu(x, 2.0), (x,))
+
+
 @pytest.mark.parametrize("rotated", [8, 4])
 def test_rotary_turns_pairs_by_their_angle(rotated: int) -> None:
     qkv = leaf(2, 5, (3 + 2 * 1) * 8)
