@@ -84,7 +84,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "loss chunks": (False, True),
     },
     "model": {
-        "activation": ("gelu", "relu", "swiglu", "geglu", "limited swiglu"),
+        "activation": ("gelu", "relu", "swiglu", "geglu"),
         "positions": (
             *("learned", "rope", "partial rope", "scaled rope", "linear rope", "yarn", "longrope"),
             "none",
@@ -116,7 +116,8 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "ep": (1, 2, 4, 8),
         "dispatch": ("gather", "all_to_all"),
         "router": ("softmax", "unnormalised", "sigmoid", "groups"),
-        "expert biases": (False, True),  # of experts, and of the router's logits
+        # biases of experts and of the router's logits, and with swiglu a limit
+        "gpt-oss": (False, True),
         "balancing": ("none", "auxiliary", "both losses"),
         "shared expert": ("none", "plain", "gated"),
         "expert layers": ("all", "some"),
@@ -315,7 +316,7 @@ def _only_with_experts(*names: str) -> Iterator[Rule]:
 
 # Allowed combinations that compute the same as another one.
 IDLE = (
-    *_only_with_experts("dispatch", "router", "expert biases", "balancing"),
+    *_only_with_experts("dispatch", "router", "gpt-oss", "balancing"),
     *_only_with_experts("shared expert", "expert layers"),
     Rule(
         "experts on one rank are not dispatched",
@@ -463,13 +464,14 @@ LARGE = [
 
 
 # A variety of RoPE is another table of angles, one of windows another mask, one of a router another
-# number for each expert, one of an activation another formula, and each is computed in one place. What cuts sequences or heads may meet
-# it, and so may the number of a layer in its stage, which is of chunks and stages; the rest hardly.
+# number for each expert, one of experts another formula, and each is computed in one place.
+# What cuts sequences or heads may meet it, and so may the number of a layer in its stage, which is
+# of chunks and stages; the rest hardly.
 VARIETIES = [
     *(("positions", level) for level in FACTORS["positions"] if level not in ("rope", *UNROTATED)),
     *(("layer types", level) for level in ("two of three", "nope", "nope in windows")),
     *(("router", level) for level in ("unnormalised", "groups")),
-    *(("activation", "limited swiglu"), ("expert biases", True)),
+    ("gpt-oss", True),
 ]
 ELSEWHERE = {
     name
@@ -630,7 +632,6 @@ ACTIVATIONS: Mapping[str, dict[str, Any]] = {
     "relu": {"activation": "relu", "ffn_hidden_size": None},
     "swiglu": {"activation": "swiglu"},
     "geglu": {"activation": "geglu"},
-    "limited swiglu": {"activation": "swiglu", "swiglu_limit": 0.2},
 }
 ROPE = {"position_embedding": "rope"}
 POSITIONS: Mapping[str, dict[str, Any]] = {
@@ -775,8 +776,9 @@ def _model(levels: Levels) -> dict[str, Any]:
     if levels["experts"]:
         model |= EIGHT if levels["experts"] == 8 else SIXTEEN
         model |= ROUTERS[levels["router"]]
-        if levels["expert biases"]:
+        if levels["gpt-oss"]:
             model |= {"expert_bias": True, "router_logit_bias": True}
+            model |= {"swiglu_limit": 0.2} if levels["activation"] == "swiglu" else {}
         if levels["shared expert"] != "none":
             model |= {"shared_expert_size": 16}
             model |= {"shared_expert_gate": True} if levels["shared expert"] == "gated" else {}
