@@ -313,7 +313,9 @@ def barely_moved(
     }
     # A bias of attention moves little, and the bias of keys only if positions distinguish keys.
     least = {name: 1e-5 if name.endswith(".bias") else 1e-4 for name in moved}
-    return {name: most for name, most in moved.items() if most <= least[name]}
+    # Those of experts that no token chose stay, as weight decay does not move them either.
+    idle = {n for n, most in moved.items() if most == 0 and ".experts." in n and ".bias" in n}
+    return {n: most for n, most in moved.items() if most <= least[n] and n not in idle}
 
 
 def expected_of(
