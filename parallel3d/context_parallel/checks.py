@@ -5,8 +5,6 @@ from __future__ import annotations
 from parallel3d.config.fields import check_conflicts
 from parallel3d.context_parallel.keys import CONFLICTS
 from parallel3d.errors import UserError
-from parallel3d.models.declared import layer_kinds
-from parallel3d.models.dialect import GATED_DELTANET
 from parallel3d.models.keys import ModelConfig
 
 
@@ -28,11 +26,6 @@ def check_context_parallel(
         "cp": cp,
     }
     check_conflicts(CONFLICTS, values.__getitem__)
-    if any(kind.mixer == GATED_DELTANET for kind in layer_kinds(model)):
-        raise UserError(
-            f"cp={cp} splits sequences, but layers of gated_deltanet read whole ones; the nearest "
-            "is cp=1."
-        )
     for kind in model.attention_kinds if style == "heads" else ():
         heads, kv_heads = kind.heads // tp, max(1, kind.kv_heads // tp)
         if heads % cp or (kv_heads % cp and cp % kv_heads):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from parallel3d.context_parallel.pieces import Pieces
 from parallel3d.context_parallel.split import Ints, SequenceSplit, imbalance
 from parallel3d.context_parallel.varlen_calls import plan_calls
 from parallel3d.context_parallel.windows import WindowBlocks, window_blocks
@@ -60,6 +61,7 @@ class SequenceShard:
         index: index of this rank in the group.
         imbalance: the slowest rank's attention work divided by the ranks' mean work, minus 1.
         window: the keys that queries of sliding layers see; None if no layer slides.
+        pieces: the pieces of sequences that the ranks hold; None if no layer hands states on.
     """
 
     positions: Tensor
@@ -71,6 +73,7 @@ class SequenceShard:
     index: int
     imbalance: float
     window: WindowBlocks | None = None
+    pieces: Pieces | None = None
 
     def take(self, x: np.ndarray) -> np.ndarray:
         """Returns this rank's tokens (b, n, …) of an array (b, length, …); padding becomes 0."""
@@ -185,6 +188,7 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
         index=split.index,
         imbalance=imbalance(held, starts),
         window=_window_blocks(held, starts, device, split.window, split.index),
+        pieces=Pieces.of(held, split.index, device) if split.hands_states else None,
     )
 
 

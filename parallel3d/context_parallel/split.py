@@ -9,10 +9,13 @@ import numpy.typing as npt
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.config.values import padded_length
+from parallel3d.models.declared import hands_states
 
 Ints = npt.NDArray[np.int32]
 
 BLOCKS = 16  # maximum number of blocks per rank in a balanced split; each may need a kernel call
+# The same if layers hand states from block to block (`states.py`), and the least tokens of a block.
+BLOCKS_OF_STATES, LEAST_TOKENS = 4, 8
 EVEN = 0.05  # accepted imbalance: extra work of the slowest rank, as a fraction of the mean
 
 
@@ -33,6 +36,7 @@ class SequenceSplit:
         ring: whether attention reads the keys of one rank after another instead of the whole
             sequence at once.
         window: number of keys that a query of a sliding layer sees; None if no layer slides.
+        hands_states: whether layers hand states from block to block, so that few blocks are better.
     """
 
     length: int
@@ -42,6 +46,7 @@ class SequenceSplit:
     balanced: bool = False
     ring: bool = False
     window: int | None = None
+    hands_states: bool = False
 
     @classmethod
     def of_run(cls, blueprint: Blueprint, index: int) -> SequenceSplit:
@@ -56,6 +61,7 @@ class SequenceSplit:
             balanced=layer.cp_balance and layer.cp_style != "heads",
             ring=layer.cp_style == "ring",
             window=blueprint.model.sliding_window,
+            hands_states=hands_states(blueprint.model),
         )
 
     @property
@@ -87,7 +93,10 @@ class SequenceSplit:
         halves = np.repeat(np.stack(ranks)[:, None], len(starts), axis=1)
         if not self.balanced:
             return halves
-        counts = [n for n in range(2, BLOCKS + 1) if self.local % n == 0]
+        most = BLOCKS
+        if self.hands_states:
+            most = min(BLOCKS_OF_STATES, self.local // LEAST_TOKENS)
+        counts = [n for n in range(2, most + 1) if self.local % n == 0]
         best, least = halves, imbalance(halves, starts)
         for count in counts:  # the smallest count whose split is even enough wins
             if least <= EVEN:

@@ -137,6 +137,12 @@ def layer_kinds(model: ModelConfig) -> dict[LayerKind, int]:
     return {kind: counts[kind] for kind in sorted(counts, key=lambda kind: kind.experts)}
 
 
+def hands_states(model: ModelConfig) -> bool:
+    """Returns whether a layer of the model hands states from piece to piece of a sequence."""
+    mixers = {kind.mixer for kind in kinds_of_layers(model)} - {None}
+    return any(MIXERS[mixer].hands_states for mixer in mixers if mixer is not None)
+
+
 def hidden_of(model: ModelConfig) -> Dimension:
     return Dimension("hidden", model.hidden_size)
 
@@ -311,12 +317,15 @@ class Mixer(NamedTuple):
         heads: the heads of its output, those that they share, and the width of one, as in
             `LayerKind`; None: those of attention.
         keys_of_heads: the keys that give these two numbers of heads.
+        hands_states: whether context parallelism hands its states from piece to piece of a sequence
+            (`context_parallel.states`).
     """
 
     declare: Declare
     module: str
     heads: Callable[[ModelConfig], tuple[int, int, int]] | None = None
     keys_of_heads: tuple[str, str] = ("num_attention_heads", "num_query_groups")
+    hands_states: bool = False
 
 
 # A word of `model.layer_types` that is none of attention's is the name of another mixer.
@@ -327,6 +336,7 @@ MIXERS = {
         "models.gated_deltanet:GatedDeltaNet",
         lambda model: (model.value_heads, model.key_heads, model.delta_sizes[1]),
         ("delta_value_heads", "delta_key_heads"),
+        hands_states=True,
     ),
 }
 MLPS: dict[str, Declare] = {DENSE: dense_mlp, EXPERTS: experts}

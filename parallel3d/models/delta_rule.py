@@ -29,6 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.context_parallel.attention import ONE_RANK, ContextParallel
+from parallel3d.context_parallel.pieces import Pieces
+from parallel3d.context_parallel.states import gradients_after, states_before
+from parallel3d.device.fused import operator, registered
+
 CHUNK = 64
 
 
@@ -87,6 +92,86 @@ class _Rule(torch.autograd.Function):
         states = of.states(state)
         found = of.gradients(grad, grad_state, states)
         return *found, None, None
+
+
+def delta_output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    begins: Tensor | None = None,
+    cp: ContextParallel = ONE_RANK,
+    pieces: Pieces | None = None,
+) -> Tensor:
+    """Returns the output of `delta_rule` for sequences that begin here, without their states.
+
+    With `pieces` the arguments are this rank's pieces (b · p, tokens of a piece, …), whose states
+    come from the ranks that hold earlier pieces. The call is collective over `cp` then.
+    """
+    of_pieces = (None, None) if pieces is None else (pieces.order, pieces.own)
+    return _output(q, k, v, g, beta, cp.handle, begins, *of_pieces)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    handle: Tensor,
+    begins: Tensor | None,
+    order: Tensor | None,
+    own: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the output and, of each piece, the state before it and its M."""
+    of = Chunks(q, k, v, g, beta, begins)
+    if order is None or own is None:
+        return of.output(of.states(of.no_state())), of.none(), of.none()
+    move, add = of.transition()
+    state = states_before(move, add, Pieces(order, own), registered(handle).group)
+    return of.output(of.states(state)), state, move
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    out: Tensor,
+    state: Tensor,
+    move: Tensor,
+    handle: Tensor,
+    begins: Tensor | None,
+    order: Tensor | None,
+    own: Tensor | None,
+) -> tuple[Tensor, ...]:
+    of = Chunks(q, k, v, g, beta, begins)
+    if order is None or own is None:
+        state = none = of.no_state()
+        return of.gradients(grad, none, of.states(state))[:-1]
+    none, group = torch.zeros_like(state), registered(handle).group
+    add = of.gradient_before(grad, none)
+    of_state = gradients_after(move, add, Pieces(order, own), group)
+    return of.gradients(grad, of_state, of.states(state))[:-1]
+
+
+def _forward_shape(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *where: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows, heads, dk, dv = len(v), v.shape[2], k.shape[3], v.shape[3]
+    out = v.new_empty(v.shape)
+    if where[-1] is None:
+        return out, v.new_empty(0, dtype=wide), v.new_empty(0, dtype=wide)
+    state = v.new_empty(rows, heads, dk, dv, dtype=wide)
+    return out, state, v.new_empty(rows, heads, dk, dk, dtype=wide)
+
+
+def _backward_shape(grad: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in given[:5])
 
 
 class Chunks:
@@ -163,6 +248,14 @@ class Chunks:
             x = x.unflatten(2, (-1, times)).sum(dim=3)
         return x.to(like.dtype).contiguous()
 
+    def no_state(self) -> Tensor:
+        """Returns the state before the first token of a sequence."""
+        shape = self.batch, self.heads, self.k.shape[-1], self.v.shape[-1]
+        return self.v.new_zeros(shape)
+
+    def none(self) -> Tensor:
+        return self.v.new_empty(0)
+
     def transition(self) -> tuple[Tensor, Tensor]:
         """Returns M (b, heads, dk, dk) and S' (b, heads, dk, dv): the tokens do S ← M·S + S'."""
         dk, dv = self.k.shape[-1], self.v.shape[-1]
@@ -212,6 +305,11 @@ class Chunks:
         for c in reversed(range(len(added))):
             found.append(torch.baddbmm(added[c], self.moves[c].mT, found[-1]))
         return torch.stack(found[::-1])
+
+    def gradient_before(self, grad: Tensor, grad_state: Tensor) -> Tensor:
+        """Returns the gradient of the state before the tokens, as in `gradients`."""
+        _, added = self.entering(grad)
+        return self.before(added, grad_state)[0].view_as(grad_state)
 
     def gradients(self, grad: Tensor, grad_state: Tensor, states: Tensor) -> tuple[Tensor, ...]:
         """Returns the gradients of q, k, v, g, beta and the state before the tokens."""
@@ -272,3 +370,15 @@ class Chunks:
             self._of_tokens(of_g, given_g.unsqueeze(-1)).squeeze(-1),
             self._of_tokens(of_beta, given_beta.unsqueeze(-1)).squeeze(-1),
         )
+
+
+_output = operator(
+    "delta_rule",
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta",
+    "Tensor handle, Tensor? begins, Tensor? order, Tensor? own",
+    _forward,
+    _forward_shape,
+    _backward,
+    _backward_shape,
+    kept="Tensor out, Tensor state, Tensor move",
+)

@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.context_parallel.attention import ContextParallel
+from parallel3d.context_parallel.documents import Documents
+from parallel3d.context_parallel.states import tokens_before
 from parallel3d.device.fused import fused
 from parallel3d.models.checkpointing import checkpoint_up_to_linear
 from parallel3d.models.convolution import causal_convolution
 from parallel3d.models.declared import LayerKind
-from parallel3d.models.delta_rule import delta_rule
+from parallel3d.models.delta_rule import delta_output, delta_rule
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
@@ -41,6 +44,7 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         self.repeats = ctx.repeats
+        self.cp = ContextParallel(ctx.cp)
         self.key_size, self.value_size = model.delta_sizes
         self.inner = ColumnParallelLinear.of(part_of(held, "inner"), **ctx.linear_arguments)
         self.conv = Convolution(part_of(held, "conv"), ctx)
@@ -61,15 +65,32 @@ class GatedDeltaNet(nn.Module):
     def mix(self, projected: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns what `out` multiplies, (b, s, width), given the result of `inner`."""
         documents = inputs.documents
-        if documents is None or documents.are_samples:
-            places = begins = None
-        else:
+        z, b, a, convolved = self.parts(projected)
+        if documents is not None and documents.shard is not None:
+            y = self.mixed_across(b, a, convolved, documents)
+            return self.norm(y, z)
+        places = begins = None
+        if documents is not None and not documents.are_samples:
             places = documents.positions()
             begins = places == 0
-        z, b, a, convolved = self.parts(projected)
         q, k, v = self.heads(convolved, places)
-        y, _ = delta_rule(q, k, v, *self.rates(a, b), None, begins)
-        return self.norm(y, z)
+        return self.norm(delta_output(q, k, v, *self.rates(a, b), begins), z)
+
+    def mixed_across(self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents) -> Tensor:
+        """Returns the heads' output (b, s, heads, width) for this rank's tokens of sequences.
+
+        Each rank has some pieces of the sequences. The convolution reads the tokens before each
+        piece, and the rule reads the state before it, both from the ranks that hold them.
+        """
+        shard, few = documents.shard, self.conv.weight.shape[1] - 1
+        assert shard is not None and shard.pieces is not None  # made when the batch was read
+        pieces = shard.pieces
+        before = tokens_before(convolved, few, self.cp, pieces)
+        places = pieces.cut(documents.positions())
+        x = torch.cat((before, pieces.cut(convolved)), dim=1)
+        q, k, v = self.heads(x, places)
+        rates = (pieces.cut(rate) for rate in self.rates(a, b))
+        return pieces.joined(delta_output(q, k, v, *rates, places == 0, self.cp, pieces))
 
     def parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns z, b, a, and the channels of v, q and k, which the convolution reads."""

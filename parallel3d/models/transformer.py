@@ -391,6 +391,7 @@ class Stage(StageModule):
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
         self.needs_documents = self.window is not None or model.attention_sinks
+        self.hands_states = declared.hands_states(model)
         kinds = [block.kind for block in self.blocks.values()]
         self.graph_blocks = graph_size(kinds, [kind[0] for kind in kinds])
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
