@@ -290,6 +290,7 @@ def _scores(
     block: _Block,
     q: Tensor,
     k: Tensor,
+    sinks: Tensor | None,
     starts: Tensor | None,
     positions: Tensor | None,
     samples: Tensor,
@@ -309,7 +310,8 @@ def _scores(
         places = positions[of, rows].to(torch.int32)
     shape = (q.shape[1], places.shape[1])
     low, high = row_keys(starts_of_keys(samples[of], site), shape, head, places)
-    return scores, places, None if starts is None else starts[of, rows], low, high, p
+    starts = None if starts is None else starts[of, rows]
+    return scores, places, starts, low, high, p, sinks
 
 
 def _forward(
@@ -323,7 +325,7 @@ def _forward(
     *where, scale = how
     out, q = _empty(q), q * scale
     for block in _blocks(q, k.shape[2]):
-        kept = dropped_softmax(*_scores(block, q, k, starts, *where), sinks)
+        kept = dropped_softmax(*_scores(block, q, k, sinks, starts, *where))
         out[block.samples, :, block.rows] = kept @ v[block.samples, :, : block.keys]
     return out
 
@@ -345,9 +347,9 @@ def _backward(
     for block in _blocks(q, k.shape[2]):
         of, rows, keys = block
         of_out = grad[of, :, rows]
-        scores = _scores(block, q, k, starts, *where)
+        scores = _scores(block, q, k, sinks, starts, *where)
         of_kept = of_out @ v[of, :, :keys].mT
-        kept, of_scores, of_part = dropped_softmax_backward(of_kept, *scores, sinks)
+        kept, of_scores, of_part = dropped_softmax_backward(of_kept, *scores)
         if of_sinks is not None and of_part is not None:
             of_sinks += of_part
         of_v[of, :, :keys] += kept.mT @ of_out
