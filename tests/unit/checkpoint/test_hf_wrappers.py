@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from parallel3d.checkpoint.runs import KEPT_FOLDER
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.data.keys import DataConfig
 from parallel3d.errors import UserError
-from tests.huggingface import DIALECTS, SIZES
+from tests.huggingface import DIALECTS, EXPERTS, SIZES, save_model
 
 pytestmark = pytest.mark.nightly
 
@@ -37,7 +38,22 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-# The model_type of the whole model, its text part in `DIALECTS`, and its other keys.
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_QWEN_TOKENS = {
+    "image_token_id": 59,
+    "video_token_id": 58,
+    "vision_start_token_id": 57,
+    "vision_end_token_id": 56,
+}
+# The model_type of the whole model, its text part in `DIALECTS` or `EXPERTS`, and its other keys.
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3",
@@ -70,7 +86,19 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "image_token_index": 59,
         },
     ),
+    "qwen3_5": (
+        "qwen3_5",
+        "qwen3_5",
+        {"vision_config": _QWEN_VISION, "tie_word_embeddings": True, **_QWEN_TOKENS},
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        {"vision_config": _QWEN_VISION, "tie_word_embeddings": False, **_QWEN_TOKENS},
+    ),
 }
+# Name of a projector's or a merger's tensor.
+PROJECTOR = re.compile(r"(model\.)?(multi_modal_projector|visual\.merger)\.")
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +111,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make(name: str) -> torch.nn.Module:
     """Makes a folder `hf` like transformers, with files of a processor."""
     kind, text, more = WHOLES[name]
-    text_kind, changes = DIALECTS[text]
+    text_kind, changes = DIALECTS[text] if text in DIALECTS else (text, EXPERTS[text])
     inner = {"model_type": text_kind, **SIZES, **TEXT, **changes}
     config = transformers.AutoConfig.for_model(kind, text_config=inner, **more)
     torch.manual_seed(5)
@@ -116,7 +144,7 @@ def test_an_export_is_the_imported_folder_even_if_that_is_gone(
     theirs = make(name)
     kind, _, _ = WHOLES[name]
     before = tensors_in("hf")
-    odd = next(key for key in before if key.startswith("multi_modal_projector"))
+    odd = next(key for key in before if PROJECTOR.match(key))
     before[odd] = before[odd].to(torch.bfloat16)  # other dtypes keep their bytes, too
     save_file(before, "hf/model.safetensors", metadata={"format": "pt"})
     config = json.loads(Path("hf/config.json").read_text())
@@ -313,3 +341,87 @@ def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
         json.dumps(config | {"text_config": config["text_config"] | {"logit_scale": 2.0}})
     )
     assert read_hf_config(Path("hf")).unread == {"logit_scale": 2.0}
+
+
+MTP = {
+    "mtp.fc.weight": torch.arange(12.0).view(3, 4).to(torch.bfloat16),
+    "mtp.layers.0.mlp.gate.weight": torch.arange(6.0).sin(),
+    "mtp.norm.weight": torch.full((5,), -0.0),
+}
+SECTIONS = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_keys_and_tensors_of_multi_token_prediction_and_images_come_back(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(name)
+    before = tensors_in("hf") | MTP
+    save_file(before, "hf/model.safetensors", metadata={"format": "pt"})
+    path = Path("hf/config.json")
+    config = json.loads(path.read_text())
+    text = config["text_config"]
+    text["rope_parameters"] |= SECTIONS
+    kept = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    # Keys that only other readers have, with the values of all published folders.
+    text |= kept | {"attn_output_gate": True, "output_gate_type": "swish"}
+    text |= {"mamba_ssm_dtype": "float32", "full_attention_interval": 4}
+    path.write_text(json.dumps(config))
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "proven" in line]
+    assert line.startswith("parallel3d: proven: the logits of") and "in config.json" not in line
+    shutil.rmtree("hf")
+    assert checkpoint(["export", "run=t", "to=out"]) == 0
+    after = tensors_in("out")
+    assert after.keys() == before.keys()
+    assert all(same_bits(after[key], before[key]) for key in before)
+    written = json.loads(Path("out/config.json").read_text())["text_config"]
+    assert {key: written[key] for key in kept} == kept
+    assert {key: written["rope_parameters"][key] for key in SECTIONS} == SECTIONS
+
+
+def test_a_text_model_alone_keeps_its_tensors_of_multi_token_prediction(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_model(Path("hf"), "qwen3_next", **SIZES | TEXT | EXPERTS["qwen3_next"])
+    before = tensors_in("hf") | MTP
+    save_file(before, "hf/model.safetensors", metadata={"format": "pt"})
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert "proven: the logits of " in said
+    assert "the tensors mtp.* are not trained, and an export writes them back" in said
+    shutil.rmtree("hf")
+    assert checkpoint(["export", "run=t", "to=out"]) == 0
+    after = tensors_in("out")
+    assert after.keys() == before.keys()
+    assert all(same_bits(after[key], before[key]) for key in before)
+    assert checkpoint(["import", "from=out", "run=again"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate=false"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type=sigmoid"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype=bfloat16"),
+        ({"mtp_num_hidden_layers": "1"}, "mtp_num_hidden_layers=1"),
+        ({"rope_parameters": {"mrope_section": [1, 1]}}, "mrope_section=[1,1]"),
+        ({"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved=false"),
+        ({"layer_types": ["linear_attention", "sliding_attention"] * 2}, "sliding_attention"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types for 3 layers"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ],
+)
+def test_values_that_would_be_another_model_are_refused_by_their_key(
+    changes: dict[str, Any], said: str
+) -> None:
+    make("qwen3_5")
+    path = Path("hf/config.json")
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"text_config": config["text_config"] | changes}))
+    with pytest.raises(UserError) as refused:
+        checkpoint(["import", "from=hf", "run=t"])
+    assert said in str(refused.value)
+    assert not Path("runs/t").exists()
