@@ -45,7 +45,9 @@ DIALECTS = (
     *("exaone4", "gemma2", "gemma3_text"),
 )
 WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe", "minimax_m2")
-KINDS = DENSE + DIALECTS + WITH_EXPERTS
+# Families with a gated DeltaNet in some layers.
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+KINDS = DENSE + DIALECTS + WITH_EXPERTS + HYBRIDS
 # Families that use_sliding_window gives a window.
 SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 # Families with separate rope_parameters for each kind of layer.
@@ -94,7 +96,10 @@ FOREIGN = """
     query_pre_attn_scalar attn_logit_softcapping use_bidirectional_attention residual_multiplier
     attention_out_bias llama_4_scaling_beta cache_implementation _sliding_window_pattern
     num_mtp_layers qkv_bias rotary_dim attn_type_list use_routing_bias moe_router_dtype
-    quantization_config
+    quantization_config linear_num_key_heads linear_num_value_heads linear_key_head_dim
+    linear_value_head_dim linear_conv_kernel_dim linear_allow_neg_eigval linear_a_log_min
+    full_attention_interval attn_output_gate output_gate_type mamba_ssm_dtype
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings mrope_section mrope_interleaved
 """
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 4, 8, 16, 48, 96, 1000, 0.5, 1.0, 2.0, -2.0, 1e-5, 1e30),
@@ -115,6 +120,7 @@ VALUES: tuple[Any, ...] = (
     *({"rope_theta": 700.0}, {"type": "linear", "factor": 2.0}, dict(LLAMA3)),
     *(["full_attention"] * 4, ["sliding_attention", "full_attention"] * 2, [1, 0, 1, 0], "LG"),
     *(dict(YARN), dict(LINEAR), {"full_attention": dict(LINEAR)}, {"sliding_attention": None}),
+    *(["linear_attention", "full_attention"] * 2, "float32", {"mrope_section": [1, 1]}),
     *([0], [1, 1], [0, 1, 2], "sigmoid", "softmax", "noaux_tc", 2.5, 0.25, 12),
 )
 # Text models → the vision models that wrap them, with the rest of their config.json.
@@ -123,7 +129,15 @@ VISION = {
     **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
 }
 PIXTRAL = {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}}
+QWEN = {
+    "vision_config": {
+        **{"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2},
+        **{"patch_size": 4, "out_hidden_size": 32, "num_position_embeddings": 16},
+    }
+}
 WHOLES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"model_type": "qwen3_5", **QWEN},
+    "qwen3_5_moe_text": {"model_type": "qwen3_5_moe", **QWEN},
     "gemma3_text": {"model_type": "gemma3", "vision_config": VISION, "mm_tokens_per_image": 4},
     "mistral": {"model_type": "mistral3", **PIXTRAL},
     "ministral3": {"model_type": "mistral3", **PIXTRAL},
@@ -268,6 +282,44 @@ def dialect(kind: str, rng: random.Random, rope: dict[str, Any]) -> dict[str, An
     return found
 
 
+def hybrid(kind: str, rng: random.Random, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns random options of a family with a gated DeltaNet in some layers."""
+    words = ("linear_attention", "full_attention")
+    types = [rng.choice(words) for _ in range(4)]
+    if kind == "olmo_hybrid":  # needs both
+        types[:2] = rng.sample(words, 2)
+    found: dict[str, Any] = {
+        "layer_types": rng.choice((None, types)),
+        "attention_bias": rng.random() < 0.3,
+        "linear_conv_kernel_dim": rng.choice((2, 4)),
+        # In fp32, the norm of a head's small output multiplies its rounding by up to eps^-½.
+        "rms_norm_eps": 1e-2,
+    }
+    heads = rng.choice((1, 2))
+    sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads * rng.choice((1, 2))}
+    sizes |= {"linear_key_head_dim": rng.choice((8, 12)), "linear_value_head_dim": 8}
+    if kind != "olmo_hybrid" or rng.random() < 0.5:
+        found |= sizes
+    if kind == "olmo_hybrid":
+        found |= {"linear_allow_neg_eigval": rng.random() < 0.5}
+        found["rope_parameters"] = rng.choice((rope, rope, rope | {"rope_theta": None}))
+        return found
+    found["head_dim"] = rng.choice((8, 16))
+    if rng.random() < 0.3:
+        found["full_attention_interval"] = rng.choice((2, 3))
+    share = rng.choice((None, 0.25, 0.5, 1.0))
+    found["rope_parameters"] = rope | ({} if share is None else {"partial_rotary_factor": share})
+    if kind != "qwen3_next" and rng.random() < 0.5:
+        found["rope_parameters"] |= {"mrope_section": rng.choice(([11, 11, 10], [1, 1, 0]))}
+    if kind != "qwen3_5_text":
+        found |= {"num_experts": rng.choice((4, 6)), "num_experts_per_tok": 2}
+        found |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 28}
+    if kind == "qwen3_next":
+        found |= {"norm_topk_prob": rng.random() < 0.5}
+        found |= rng.choice(({}, {"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}))
+    return found
+
+
 def on_disk(model: Any) -> dict[str, Tensor]:
     """Returns the tensors as transformers saves them: each expert apart."""
     with tempfile.TemporaryDirectory() as name:
@@ -315,6 +367,9 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
         options["pad_token_id"] = None  # such a small vocabulary lacks the default token
     if kind in WITH_EXPERTS:
         options |= experts(kind, rng)
+    if kind in HYBRIDS:
+        sizes["num_hidden_layers"] = 4
+        options |= hybrid(kind, rng, options["rope_parameters"]) | {"pad_token_id": None}
     if kind in ("qwen3", "glm4_moe") or (
         kind in ("llama", "mixtral", "qwen3_moe", "dots1") and rng.random() < 0.3
     ):
@@ -332,6 +387,8 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
         for key, value in model.state_dict().items():
             value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
             value.add_(("norm" in key or ".ln_" in key) and not kind.startswith("gemma"))
+            if key.endswith(".A_log"):  # some heads forget slowly
+                value.sub_(2.0)
     tensors = on_disk(model)
     if options["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
@@ -473,8 +530,34 @@ def wrapped(case: Case) -> None:
         case.config["model_type"] = rng.choice(("llama", "mistral", "gemma3_text", "gemma3", None))
 
 
+def convolutions(case: Case) -> None:
+    """Writes OLMo Hybrid's convolutions joined, cut elsewhere, or one of them too short."""
+    name = "model.layers.{}.linear_attn.{}_conv1d.weight"
+    for layer in range(4):
+        names = [name.format(layer, part) for part in "qkv"]
+        if names[0] not in case.tensors:
+            continue
+        whole = torch.cat([case.tensors.pop(one) for one in names])
+        how = case.rng.choice(("joined", "cut", "short"))
+        if how == "joined":
+            case.tensors[names[0].replace("q_conv1d", "conv1d")] = whole
+            continue
+        first = case.rng.randrange(1, len(whole) // 2)
+        rows = (first, case.rng.randrange(1, len(whole) // 2))
+        parts = whole.split((*rows, len(whole) - sum(rows)))
+        case.tensors |= dict(zip(names, parts, strict=True))
+        if how == "short":
+            case.tensors[names[2]] = parts[2][:-1]
+
+
 def more_tensors(case: Case) -> None:
     """Adds masks and tables of old checkpoints, or an unknown tensor."""
+    if case.kind in HYBRIDS and case.rng.random() < 0.7:
+        names = ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "model.mtp.fc.weight")
+        more = ("linear_attn.norm.bias", "linear_attn.conv1d.bias", "linear_attn.D")
+        name = case.rng.choice((*names, *(f"model.layers.0.{one}" for one in more)))
+        case.tensors[name] = torch.ones(4)
+        return
     if case.kind in WITH_EXPERTS and case.rng.random() < 0.5:
         block = "block_sparse_moe" if case.kind in ("mixtral", "minimax_m2") else "mlp"
         more = (f"{block}.e_score_correction_bias", f"{block}.gate.bias", f"{block}.experts.99.w1")
@@ -591,7 +674,7 @@ def quantized(case: Case) -> None:
 
 CHANGES: tuple[Callable[[Case], None], ...] = (
     *(aliases, rope_moved, absurd, unknown, harmless, doubled, head, prefixes, wrapped),
-    *(more_tensors, types, files, beside, quantized),
+    *(convolutions, more_tensors, types, files, beside, quantized),
 )
 
 
