@@ -82,6 +82,7 @@ def layer_settings(config: Config) -> LayerSettings:
         gather_qk=config.tensor_parallel.attention == "gather_qk",
         cp_style=config.context_parallel.style,
         cp_balance=config.context_parallel.balance,
+        cp_states=config.context_parallel.states,
         attention_kernel=config.attention_kernel,
         dispatch=config.moe.dispatch,
     )

@@ -313,7 +313,8 @@ def check_config(
         check_batch_schedule(train.batch_schedule, batch, replica)
         check_schedule_of_batches(train.batch_schedule, schedule.name, pp, vpp, replica)
     style = config.context_parallel.style
-    check_context_parallel(model, style, tensor.attention, tp=tp, cp=cp)
+    states = config.context_parallel.states
+    check_context_parallel(model, style, tensor.attention, tp=tp, cp=cp, states=states)
     if not own_samples:
         check_samples(config.data, model.vocab_size)
         check_validation(config.data, train, optim.ema_decay, config.run)

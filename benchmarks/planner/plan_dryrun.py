@@ -96,6 +96,7 @@ def configured(keys: Keys) -> CommandConfig:
     config.schedule.name = keys.pop("schedule", "1f1b")
     config.schedule.layers_per_stage = keys.pop("stages", None)
     config.context_parallel.style = keys.pop("style", "gather")
+    config.context_parallel.states = keys.pop("states", "auto")
     config.optim.name = keys.pop("optim", "adamw")
     config.optim.freeze = keys.pop("freeze", None)
     config.optim.state = keys.pop("state", "fp32")

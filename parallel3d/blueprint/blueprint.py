@@ -143,6 +143,7 @@ class LayerSettings:
         gather_qk: whether q and k are gathered over tp (`Attention.project`).
         cp_style: how attention reads the keys of other context-parallel ranks.
         cp_balance: whether ranks of cp get equal work even if documents would make the work uneven.
+        cp_states: how layers with a state read the tokens of other context-parallel ranks.
         attention_kernel: the configured kernel (see `models.attention.choose_kernel`).
         dispatch: how tokens reach the experts of other ranks (`experts/route.py`).
     """
@@ -154,6 +155,7 @@ class LayerSettings:
     gather_qk: bool
     cp_style: str
     cp_balance: bool
+    cp_states: str
     attention_kernel: str
     dispatch: str
 

@@ -651,8 +651,9 @@ def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[Layout
     refused: dict[tuple[int, int], UserError] = {}
     for tp, cp in dict.fromkeys((c.tp, c.cp) for c in choices):
         try:
-            style, attention = config.context_parallel.style, config.tensor_parallel.attention
-            check_context_parallel(config.model, style, attention, tp=tp, cp=cp)
+            attention, how = config.tensor_parallel.attention, config.context_parallel
+            sizes = {"tp": tp, "cp": cp, "states": how.states}
+            check_context_parallel(config.model, how.style, attention, **sizes)
         except UserError as error:
             refused[tp, cp] = error
     found = [c for c in choices if (c.tp, c.cp) not in refused]

@@ -102,6 +102,10 @@ def padded_length(length: int, cp: int, multiple: int = 1) -> int:
     return -(-length // step) * step
 
 
+# Values of `context_parallel.states`.
+CHAIN, HEADS = "chain", "heads"
+STATE_STYLES = (AUTO, CHAIN, HEADS)
+
 LOGGERS = ("wandb", "tensorboard")
 RANKS = ("ranks",)
 

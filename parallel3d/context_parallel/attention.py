@@ -479,6 +479,14 @@ def to_heads(
     return q, k, v
 
 
+def to_share(x: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
+    """Exchanges like `to_heads`: x has each rank's share (b, size, n, width) of what heads need.
+
+    The result is this rank's share for whole sequences (b, 1, padded, width).
+    """
+    return _exchange(x, cp, shard, "to_heads")
+
+
 def to_tokens(y: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
     """Exchanges results of attention back to this rank's tokens, as the inverse of `to_heads`."""
     return _exchange(y, cp, shard, "to_tokens")

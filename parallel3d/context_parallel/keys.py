@@ -8,6 +8,7 @@ from typing import ClassVar
 from parallel3d.config.conflicts import Conflict, NoneOf, OneOf
 from parallel3d.config.values import (
     FREE,
+    STATE_STYLES,
     key,
 )
 
@@ -29,6 +30,14 @@ class ContextParallelConfig:
         True,
         "with data.document_mask: where documents make the usual split of attention uneven, choose "
         "equally many blocks of a sequence for each rank by their work; style=heads is always even",
+    )
+    states: str = key(
+        "auto",
+        "how layers with a state (gated_deltanet) read the tokens before theirs: chain all-gathers "
+        "how each piece of a sequence changes the state, in bytes that do not grow with the "
+        "sequence; heads gives each rank all tokens of a part of the heads by all-to-all; auto "
+        "takes the one that sends fewer bytes",
+        choices=STATE_STYLES,
     )
 
 

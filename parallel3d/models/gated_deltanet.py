@@ -15,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.context_parallel.attention import ContextParallel
-from parallel3d.context_parallel.documents import Documents
+from parallel3d.comm.group import SINGLE, Group
+from parallel3d.config.values import AUTO, HEADS
+from parallel3d.context_parallel.attention import ContextParallel, to_share, to_tokens
+from parallel3d.context_parallel.documents import Documents, SequenceShard
+from parallel3d.context_parallel.pieces import Pieces
 from parallel3d.context_parallel.states import tokens_before
 from parallel3d.device.fused import fused
 from parallel3d.models.checkpointing import checkpoint_up_to_linear
@@ -45,6 +48,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.repeats = ctx.repeats
         self.cp = ContextParallel(ctx.cp)
+        self.states = ctx.cp_states
         self.key_size, self.value_size = model.delta_sizes
         self.inner = ColumnParallelLinear.of(part_of(held, "inner"), **ctx.linear_arguments)
         self.conv = Convolution(part_of(held, "conv"), ctx)
@@ -73,24 +77,63 @@ class GatedDeltaNet(nn.Module):
         if documents is not None and not documents.are_samples:
             places = documents.positions()
             begins = places == 0
-        q, k, v = self.heads(convolved, places)
-        return self.norm(delta_output(q, k, v, *self.rates(a, b), begins), z)
+        q, k, v = self.heads(convolved, places, self.conv.weight)
+        g, beta = self.rates(a, b)
+        return self.norm(delta_output(q, k, v, g, beta, begins), z)
 
     def mixed_across(self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents) -> Tensor:
-        """Returns the heads' output (b, s, heads, width) for this rank's tokens of sequences.
-
-        Each rank has some pieces of the sequences. The convolution reads the tokens before each
-        piece, and the rule reads the state before it, both from the ranks that hold them.
-        """
-        shard, few = documents.shard, self.conv.weight.shape[1] - 1
+        """Returns the heads' output (b, s, heads, width) for this rank's tokens of sequences."""
+        shard = documents.shard
         assert shard is not None and shard.pieces is not None  # made when the batch was read
-        pieces = shard.pieces
-        before = tokens_before(convolved, few, self.cp, pieces)
+        if self.sends_less_by_heads(convolved, shard.pieces):
+            return self.mixed_by_heads(b, a, convolved, documents, shard)
+        return self.mixed_by_chain(b, a, convolved, documents, shard.pieces)
+
+    def sends_less_by_heads(self, convolved: Tensor, pieces: Pieces) -> bool:
+        """Returns whether each rank gets all tokens of some heads (`context_parallel.states`)."""
+        size, (*_, heads, values, queries, keys) = self.cp.group.size, self.inner.sizes
+        if keys // self.key_size % size:
+            return False
+        if self.states != AUTO:
+            return self.states == HEADS
+        item, few = convolved.itemsize, self.conv.weight.shape[1] - 1
+        of_states = heads * self.key_size * (self.key_size + self.value_size) * max(4, item)
+        of_piece = of_states + few * convolved.shape[2] * item
+        of_token = (2 * heads + 2 * values + queries + keys) * item
+        return convolved.shape[1] * of_token < size * pieces.number * of_piece
+
+    def mixed_by_chain(
+        self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents, pieces: Pieces
+    ) -> Tensor:
+        """Computes all heads of this rank's pieces of the sequences.
+
+        The convolution reads the tokens before each piece, and the rule the state before it.
+        """
+        before = tokens_before(convolved, self.conv.weight.shape[1] - 1, self.cp, pieces)
         places = pieces.cut(documents.positions())
         x = torch.cat((before, pieces.cut(convolved)), dim=1)
-        q, k, v = self.heads(x, places)
-        rates = (pieces.cut(rate) for rate in self.rates(a, b))
-        return pieces.joined(delta_output(q, k, v, *rates, places == 0, self.cp, pieces))
+        q, k, v = self.heads(x, places, self.conv.weight)
+        g, beta = (pieces.cut(rate) for rate in self.rates(a, b))
+        return pieces.joined(delta_output(q, k, v, g, beta, places == 0, self.cp, pieces))
+
+    def mixed_by_heads(
+        self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents, shard: SequenceShard
+    ) -> Tensor:
+        """Computes some of the heads for the whole sequences, all of whose tokens arrive here."""
+        group, sizes = self.cp.group, self.inner.sizes[1:]
+        parts = torch.cat((b, a, convolved), dim=-1).split(sizes, dim=-1)
+        shares = torch.cat([x.unflatten(-1, (group.size, -1)) for x in parts], dim=-1)
+        whole = to_share(shares.transpose(1, 2), self.cp, shard).squeeze(1)
+        rates = [n // group.size for n in sizes[:2]]
+        b, a, convolved = whole.split((*rates, whole.shape[-1] - sum(rates)), dim=-1)
+        weights = self.conv.weight.split(sizes[2:])
+        weight = torch.cat([x.chunk(group.size)[group.index] for x in weights])
+        starts = documents.starts
+        places = torch.arange(starts.shape[1], device=starts.device) - starts
+        q, k, v = self.heads(convolved, places, weight)
+        g, beta = self.rates(a, b, group)
+        y = delta_output(q, k, v, g, beta, places == 0)
+        return to_tokens(y.transpose(1, 2), self.cp, shard).transpose(1, 2)
 
     def parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns z, b, a, and the channels of v, q and k, which the convolution reads."""
@@ -98,13 +141,16 @@ class GatedDeltaNet(nn.Module):
         first, second, third, rest = projected.split((z, b, a, sum(convolved)), dim=-1)
         return first, second, third, rest
 
-    def heads(self, x: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(
+        self, x: Tensor, places: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v (b, s, heads, width) of the rule for the last tokens of x.
 
-        Arguments are as in `causal_convolution`.
+        Arguments are as in `causal_convolution`; x may have a part of the heads.
         """
-        *_, values, queries, keys = self.inner.sizes
-        parts = causal_convolution(x, self.conv.weight, places, (values, queries, keys))
+        share = self.conv.weight.shape[0] // weight.shape[0]
+        values, queries, keys = (n // share for n in self.inner.sizes[3:])
+        parts = causal_convolution(x, weight, places, (values, queries, keys))
         v, q, k = (
             part.unflatten(-1, (-1, size))
             for part, size in zip(
@@ -138,8 +184,9 @@ class DeltaState:
             convolved = torch.cat((self.last, convolved), dim=1)
         self.last = convolved[:, max(0, convolved.shape[1] - few) :]
         places = torch.arange(first, first + x.shape[1], device=x.device)
-        q, k, v = mixer.heads(convolved, places)
-        y, self.state = delta_rule(q, k, v, *mixer.rates(a, b), self.state)
+        q, k, v = mixer.heads(convolved, places, mixer.conv.weight)
+        g, beta = mixer.rates(a, b)
+        y, self.state = delta_rule(q, k, v, g, beta, self.state)
         return mixer.out(mixer.norm(y, z))
 
 
@@ -163,10 +210,14 @@ class Rates(nn.Module):
         self.A_log, self.dt_bias = (ctx.parameter(held[name]) for name in ("A_log", "dt_bias"))
         self.times = 2.0 if model.delta_negative else 1.0
 
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns g and β, (b, s, value heads), in fp32 or better."""
+    def forward(self, a: Tensor, b: Tensor, share: Group = SINGLE) -> tuple[Tensor, Tensor]:
+        """Returns g and β, (b, s, value heads), in fp32 or better.
+
+        `a` and `b` may be those of a part of the heads, which the ranks of `share` divide.
+        """
         wide = torch.promote_types(a.dtype, torch.float32)
-        g = -self.A_log.exp() * F.softplus(a.to(wide) + self.dt_bias)
+        log, bias = (x.chunk(share.size)[share.index] for x in (self.A_log, self.dt_bias))
+        g = -log.exp() * F.softplus(a.to(wide) + bias)
         beta = b.to(wide).sigmoid()
         return g, beta if self.times == 1.0 else self.times * beta
 

@@ -46,6 +46,7 @@ class BuildContext:
     attention_kernel: str = AUTO  # the result of `choose_kernel`
     cp: Group = SINGLE
     cp_style: str = "gather"
+    cp_states: str = AUTO
     ep: Group = SINGLE
     dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.route`)
     load: float = 1.0  # rows of a rank's experts in runs without values, relative to the mean
@@ -81,6 +82,7 @@ class BuildContext:
             attention_kernel=choose_kernel(blueprint, init.device),
             cp=cp,
             cp_style=layer.cp_style,
+            cp_states=layer.cp_states,
             ep=ep,
             dispatch=layer.dispatch,
             load=blueprint.load,

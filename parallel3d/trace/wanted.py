@@ -95,7 +95,7 @@ class WantedTrace:
         if not self.recomputed:
             settings |= {"repeats": NOTHING, "mlp_chunks": 1}
         if run.layout.cp == 1:
-            settings |= {"cp_style": "", "cp_balance": False}
+            settings |= {"cp_style": "", "cp_balance": False, "cp_states": ""}
         if run.layout.ep <= 1:
             settings["dispatch"] = ""
         prefix = f"layers.{self.layer}."
