@@ -123,6 +123,12 @@ PLAIN: Mapping[str, Any] = {
     "logit_scale": 1.0,
     "logit_cap": None,
     "layer_types": (),
+    "delta_key_heads": None,
+    "delta_value_heads": None,
+    "delta_key_size": None,
+    "delta_value_size": None,
+    "delta_convolution": 4,
+    "delta_negative": False,
     "sliding_rotary_base": None,
     "rope_scaling": "llama3",
     "query_temperature": 0.0,
@@ -362,6 +368,80 @@ class Attention(nn.Module):
         return self.out(outputs)
 
 
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet (Yang et al. 2025), one token after the other."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        hidden = shape.hidden_size
+        self.key_heads = option(shape, "delta_key_heads") or shape.num_attention_heads
+        self.value_heads = option(shape, "delta_value_heads") or self.key_heads
+        head_dim = shape.head_dim or hidden // shape.num_attention_heads
+        self.key_size = option(shape, "delta_key_size") or head_dim
+        self.value_size = option(shape, "delta_value_size") or self.key_size
+        self.reads = option(shape, "delta_convolution")
+        self.most = 2 if option(shape, "delta_negative") else 1
+        keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
+        for name, width in (("q", keys), ("k", keys), ("v", values)):
+            self.add_module(name, nn.Linear(hidden, width, bias=False))
+            self.add_module(f"{name}_conv", nn.Linear(self.reads, width, bias=False))
+        self.z = nn.Linear(hidden, values, bias=False)
+        self.a = nn.Linear(hidden, self.value_heads, bias=False)
+        self.b = nn.Linear(hidden, self.value_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
+        self.o_norm = nn.LayerNorm(self.value_size, bias=False)  # holds the weight alone
+        self.eps = shape.norm_eps
+        self.out = nn.Linear(values, hidden, bias=False)
+
+    def convolved(self, name: str, x: Tensor, places: Tensor) -> Tensor:
+        """Returns SiLU of each channel's sum over a token and those before it in its document."""
+        taps = self.get_submodule(f"{name}_conv").weight
+        projected, every = self.get_submodule(name)(x), []
+        for t in range(x.shape[1]):
+            total = taps[:, -1] * projected[:, t]
+            for n in range(1, min(t + 1, self.reads)):
+                reads = (places[:, t] >= n).unsqueeze(-1)
+                total = total + torch.where(reads, taps[:, -1 - n] * projected[:, t - n], 0.0)
+            every.append(total / (1 + torch.exp(-total)))
+        return torch.stack(every, dim=1)
+
+    def forward(
+        self,
+        x: Tensor,
+        drop: Dropping = NO_DROPOUT,
+        name: str = "",
+        packing: Packing | None = None,
+    ) -> Tensor:
+        packing = packing or Packing.of([None] * x.shape[0], x.shape[1])
+        places = packing.positions
+        q, k = (
+            self.convolved(part, x, places).unflatten(-1, (self.key_heads, -1)) for part in "qk"
+        )
+        v = self.convolved("v", x, places).unflatten(-1, (self.value_heads, -1))
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        q = q / math.sqrt(self.key_size)
+        decay = torch.exp(-self.A_log.exp() * torch.log(1 + torch.exp(self.a(x) + self.dt_bias)))
+        rate = self.most / (1 + torch.exp(-self.b(x)))
+        z = self.z(x).unflatten(-1, (self.value_heads, -1))
+        each = self.value_heads // self.key_heads
+        every_head = []
+        for h in range(self.value_heads):
+            state = x.new_zeros(x.shape[0], self.key_size, self.value_size)
+            outputs = []
+            for t in range(x.shape[1]):
+                begins = (places[:, t] == 0)[:, None, None]
+                state = torch.where(begins, 0.0, state) * decay[:, t, h, None, None]
+                key, query = k[:, t, h // each, :, None], q[:, t, h // each, :, None]
+                error = v[:, t, h, :, None] - state.mT @ key
+                state = state + rate[:, t, h, None, None] * key @ error.mT
+                outputs.append((state.mT @ query).squeeze(-1))
+            y = torch.stack(outputs, dim=1)
+            y = y / (y.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.o_norm.weight
+            every_head.append(y * z[:, :, h] / (1 + torch.exp(-z[:, :, h])))
+        return self.out(torch.cat(every_head, dim=-1))
+
+
 def has_experts(shape: ModelShape, layer: int) -> bool:
     """Returns whether a layer, counted from 0, has experts instead of an ordinary MLP."""
     # Configurations that are older than experts lack the key.
@@ -391,7 +471,9 @@ class Block(nn.Module):
             self.attention_output_norm = make_norm(shape)
             self.mlp_output_norm = make_norm(shape)
         words = option(shape, "layer_types") or ["full"]
-        self.attention = Attention(shape, words[number % len(words)])
+        word = words[number % len(words)]
+        mixer = GatedDeltaNet(shape) if word == "gated_deltanet" else Attention(shape, word)
+        self.attention = mixer
         self.mlp = Experts(shape) if has_experts(shape, number) else MLP(shape)
         absent = dict(option(shape, "absent")).get(number)  # a half of the layer
         for name in (absent, *NORMS_OF[absent]) if absent is not None else ():

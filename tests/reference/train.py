@@ -162,6 +162,11 @@ def matches(pattern: str, name: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Returns whether a parameter multiplies vectors; the taps of a convolution do not."""
+    return parameter.dim() >= 2 and not name.endswith("_conv.weight")
+
+
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with bias correction; decay on matrices
     only."""
@@ -181,7 +186,7 @@ class AdamW:
         self.step_count += 1
         for name, parameter in parameters.items():
             gradient, rate = gradients[name], lr * multiplier(s, name, "lr_mult")
-            decay = s.weight_decay if parameter.dim() >= 2 else 0.0
+            decay = s.weight_decay if is_matrix(name, parameter) else 0.0
             decay *= multiplier(s, name, "wd_mult")
             self.mean[name] = s.beta1 * self.mean[name] + (1 - s.beta1) * gradient
             self.square[name] = s.beta2 * self.square[name] + (1 - s.beta2) * gradient**2
@@ -210,7 +215,7 @@ class SGD:
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
     ) -> None:
         for name, parameter in parameters.items():
-            decay = self.settings.weight_decay if parameter.dim() >= 2 else 0.0
+            decay = self.settings.weight_decay if is_matrix(name, parameter) else 0.0
             decay *= multiplier(self.settings, name, "wd_mult")
             rate = lr * multiplier(self.settings, name, "lr_mult")
             change = gradients[name] + decay * parameter
@@ -236,7 +241,9 @@ class Muon:
         self.mean = {
             name: torch.zeros_like(p)
             for name, p in parameters.items()
-            if p.dim() == 2 and name.startswith("layers.") and not name.endswith("router.weight")
+            if is_matrix(name, p)
+            and name.startswith("layers.")
+            and not name.endswith("router.weight")
         }
         self.rest = AdamW(
             {n: p for n, p in parameters.items() if n not in self.mean}, settings, seed
