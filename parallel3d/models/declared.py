@@ -33,6 +33,7 @@ from parallel3d.parameters.declaration import (
 
 WORD_EMBEDDING = "embedding.word.weight"
 ATTENTION, DENSE, EXPERTS = "attention", "dense", "experts"
+DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule
 
 
 class LayerKind(NamedTuple):
@@ -303,6 +304,22 @@ def experts(model: ModelConfig, _: LayerKind) -> Held:
     return gates | within("router", router(model)) | held | shared
 
 
+def flops_of_attention(_: ModelConfig, kind: LayerKind) -> tuple[float, float]:
+    """Returns the FLOPs of attention as `Mixer.flops`: two products with each key and value."""
+    return 0.0, 4.0 * kind.heads * kind.head_size
+
+
+def flops_of_delta(model: ModelConfig, kind: LayerKind) -> tuple[float, float]:
+    """Returns the FLOPs of the gated delta rule as `Mixer.flops`, in chunks of DELTA_CHUNK tokens.
+
+    Three products are with states, and the others, as in attention over whole squares, with the
+    tokens of a chunk: KKᵀ, QKᵀ, the solution of a system for V and K, and the scores times V.
+    """
+    keys, values = model.delta_sizes
+    with_tokens = 2 * (keys + keys) + 2 * (keys + values) + 2 * values
+    return float(kind.heads * (6 * keys * values + DELTA_CHUNK * with_tokens)), 0.0
+
+
 Declare = Callable[[ModelConfig, LayerKind], Held]
 
 
@@ -319,6 +336,8 @@ class Mixer(NamedTuple):
         keys_of_heads: the keys that give these two numbers of heads.
         hands_states: whether context parallelism hands its states from piece to piece of a sequence
             (`context_parallel.states`).
+        flops: returns the forward FLOPs of a token beside its products with weights, over all
+            ranks, and those for each key that it sees; None: there are none.
     """
 
     declare: Declare
@@ -326,17 +345,19 @@ class Mixer(NamedTuple):
     heads: Callable[[ModelConfig], tuple[int, int, int]] | None = None
     keys_of_heads: tuple[str, str] = ("num_attention_heads", "num_query_groups")
     hands_states: bool = False
+    flops: Callable[[ModelConfig, LayerKind], tuple[float, float]] | None = None
 
 
 # A word of `model.layer_types` that is none of attention's is the name of another mixer.
 MIXERS = {
-    ATTENTION: Mixer(attention, "models.transformer:Attention"),
+    ATTENTION: Mixer(attention, "models.transformer:Attention", flops=flops_of_attention),
     GATED_DELTANET: Mixer(
         gated_deltanet,
         "models.gated_deltanet:GatedDeltaNet",
         lambda model: (model.value_heads, model.key_heads, model.delta_sizes[1]),
         ("delta_value_heads", "delta_key_heads"),
         hands_states=True,
+        flops=flops_of_delta,
     ),
 }
 MLPS: dict[str, Declare] = {DENSE: dense_mlp, EXPERTS: experts}

@@ -33,8 +33,7 @@ from parallel3d.context_parallel.attention import ONE_RANK, ContextParallel
 from parallel3d.context_parallel.pieces import Pieces
 from parallel3d.context_parallel.states import gradients_after, states_before
 from parallel3d.device.fused import operator, registered
-
-CHUNK = 64
+from parallel3d.models.declared import DELTA_CHUNK as CHUNK
 
 
 def delta_rule(

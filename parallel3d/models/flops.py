@@ -12,7 +12,8 @@ Conventions of the MFU:
   trained weight.
 * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
-  Attention through a window counts only the keys that are seen.
+  Attention through a window counts only the keys that are seen. A recurrence counts the products
+  of its chunks (`declared.flops_of_delta`), whatever its kernel does.
 * Recomputation never counts: this is model (MFU), not hardware (HFU) utilisation.
 * Experts count only for the tokens that use them; the router counts for all tokens.
 * The output head counts `vocab_size` columns, without padding.
@@ -24,7 +25,7 @@ import functools
 from typing import NamedTuple
 
 from parallel3d.models.declared import (
-    ATTENTION,
+    MIXERS,
     KnownModel,
     LayerKind,
     kinds_of_layers,
@@ -67,11 +68,13 @@ class LayerFlops(NamedTuple):
         products: FLOPs of the products with weights.
         attention: FLOPs of attention for each key that a query sees.
         window: number of keys that a query sees, or None for all up to its own.
+        recurrence: FLOPs of a mixer whose work does not depend on the number of keys.
     """
 
     products: float
     attention: float
     window: int | None = None
+    recurrence: float = 0.0
 
     def total(self, seq_length: int, every: float) -> float:
         """Returns the FLOPs if a query without a window sees `every` keys."""
@@ -79,7 +82,7 @@ class LayerFlops(NamedTuple):
         seen = every
         if window is not None and window < seq_length:
             seen = keys_seen(seq_length, seq_length, True, window)
-        return self.products + self.attention * seen
+        return self.products + self.recurrence + self.attention * seen
 
 
 def keys_seen(queries: float, keys: float, causal: bool, window: int | None) -> float:
@@ -112,10 +115,12 @@ def flops_of(
     of_layer = products_of(model, kind)
     if repeats is not None:
         of_layer = repeated_products(model, kind, repeats, ep)
-    attends = kind.mixer == ATTENTION and (repeats is None or repeats.mixer)
-    attention = 4 * kind.heads * kind.head_size if attends else 0
+    recurrence = attention = 0.0
+    if kind.mixer is not None and (repeats is None or repeats.mixer):
+        of_mixer = MIXERS[kind.mixer].flops
+        recurrence, attention = (0.0, 0.0) if of_mixer is None else of_mixer(model, kind)
     products = 2 * sum(product.multiplied for product in of_layer)
-    return LayerFlops(float(products), float(attention), kind.window)
+    return LayerFlops(float(products), attention, kind.window, recurrence)
 
 
 def layer_flops(

@@ -156,6 +156,9 @@ def repeated_products(
     def is_repeated(product: LayerProduct) -> bool:
         if repeats.layer:
             return not ends or product != last or kind.norm_position != "before"
+        inside = product.split is None and bool(product.before)
+        if product.name.startswith("attention."):  # a convolution between the projections
+            return repeats.attention and inside
         return repeats.mlp and product.name.startswith("mlp.") and not (ends and product == last)
 
     return [product for product in products if is_repeated(product)]

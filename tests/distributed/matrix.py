@@ -92,6 +92,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "temperature": (False, True),
         "layer types": (
             *("full", "sliding", "alternating", "two of three", "nope", "nope in windows"),
+            "delta",
         ),
         # window, smaller or larger than a piece of a sequence over two ranks
         "window": ("short", "long"),
@@ -326,7 +327,7 @@ IDLE = (
     Rule(
         "full layers have no window",
         ("layer types", "window"),
-        lambda types, window: types != "full" or window == "short",
+        lambda types, window: types not in ("full", "delta") or window == "short",
     ),
     *_only_split("tp", "sp", "attention", "table", "logits", "slices"),
     *_only_split("pp", "schedule", "chunks", "stages", "slices"),
@@ -667,6 +668,12 @@ LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
     "two of three": ("sliding", "sliding", "full"),
     "nope": ("sliding", "full_nope"),
     "nope in windows": ("sliding_nope", "full"),
+    "delta": ("gated_deltanet", "full"),
+}
+# With four ranks, two share a key head.
+DELTA = {
+    **{"delta_key_heads": 2, "delta_value_heads": 4},
+    **{"delta_key_size": 4, "delta_value_size": 6},
 }
 WINDOWS = {"short": 3, "long": 9}
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
@@ -756,7 +763,8 @@ def _model(levels: Levels) -> dict[str, Any]:
     if levels["norm weight"] == "around 0":
         model["norm_zero_centered"] = True
     if types := LAYER_TYPES[levels["layer types"]]:
-        model |= {"layer_types": types, "sliding_window": WINDOWS[levels["window"]]}
+        window = {"sliding_window": WINDOWS[levels["window"]]}
+        model |= {"layer_types": types, **(DELTA if "gated_deltanet" in types else window)}
         if levels["layer types"] == "two of three" and levels["positions"] not in UNROTATED:
             model["sliding_rotary_base"] = 50.0
     if levels["qk_norm"] != "none":
