@@ -11,6 +11,8 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, Sizes, check_cases
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 # With tp=4 two ranks share a key head.
 MODEL = (
     ("num_query_groups", 4),

@@ -161,3 +161,26 @@ def test_a_window_counts_the_keys_that_are_seen() -> None:
     sliding, *_, whole = layer_costs(pattern)
     assert whole == layer_costs(full)[0]
     assert whole - sliding == pytest.approx(4 * 32 * (64 / 2 - seen))
+
+
+def test_a_layer_of_gated_deltanet_counts_by_hand() -> None:
+    """Counts a layer with the sizes of Qwen3.5-9B, whose rule costs as much whatever the length."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=4096, num_attention_heads=16, vocab_size=2, vocab_multiple=2,
+        layer_types=["gated_deltanet"], delta_key_heads=16, delta_value_heads=32,
+        delta_key_size=128, ffn_hidden_size=1, bias=False, position_embedding="none",
+    )  # fmt: skip
+    keys, values = 16 * 128, 32 * 128
+    projections = 4096 * (2 * keys + 2 * values + 2 * 32) + values * 4096
+    convolution = 4 * (2 * keys + values)
+    others = 2 * 4096 + 2 * 4096  # the MLP and the embedding
+    of_norms = 128 + 3 * 2 * 4096
+    held = projections + convolution + 2 * 32
+    assert parameter_count(model) == held + of_norms + others
+    assert held + 128 == pytest.approx(67.4e6, rel=1e-3)
+    # With the state: Sᵀk, k ⊗ v, Sᵀq; with 64 tokens: KKᵀ, QKᵀ, a system for V and K, scores · V.
+    rule = 32 * 2 * (3 * 128 * 128 + 64 * (128 + 128 + 2 * 128 + 128))
+    assert rule == pytest.approx(5.8e6, rel=1e-2)
+    forward = 2 * (projections + convolution + others) + rule
+    assert flops_per_token(model, 64) == flops_per_token(model, 1 << 20) == 3 * forward
+    assert layer_costs(model) == (forward - 2 * 2 * 4096,)

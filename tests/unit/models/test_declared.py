@@ -36,6 +36,10 @@ EXPERTS = QWEN3 | {
     "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": [1],
     "shared_expert_size": 16, "shared_expert_gate": True, "bias": False, "router_bias": True,
 }  # fmt: skip
+DELTA = QWEN3 | {
+    "layer_types": ["gated_deltanet", "full"], "delta_key_heads": 2, "delta_value_heads": 8,
+    "delta_key_size": 6, "delta_value_size": 10, "delta_convolution": 3,
+}  # fmt: skip
 MODELS = {
     "gpt": GPT,
     "replicated": GPT | {"embedding": "replicated", "norm_position": "both"},
@@ -45,6 +49,7 @@ MODELS = {
     "full norms": QWEN3 | {"qk_norm_width": "full", "norm_position": "after"},
     "experts": EXPERTS,
     "biased experts": EXPERTS | {"expert_bias": True, "router_logit_bias": True},
+    "gated deltanet": DELTA,
 }
 
 
@@ -83,7 +88,8 @@ def test_matrices_decay_and_muon_takes_those_of_layers_but_no_routers(keys: dict
     model = ModelConfig(**SIZES | keys)
     shapes, states = full_shapes_of(model), states_of(model)
     decays = {name for t in full_tensors(model) if t.decays for name in t.names}
-    assert decays == {name for name, shape in shapes.items() if len(shape) == 2}
+    matrices = {name for name, shape in shapes.items() if len(shape) == 2}
+    assert decays == {name for name in matrices if not name.endswith("_conv.weight")}
     muon = {name for t in full_tensors(model) if t.muon for name in t.names}
     of_layers = {name for name in decays if name.startswith("layers.")}
     assert muon == {name for name in of_layers if not name.endswith(".router.weight")}
@@ -91,7 +97,9 @@ def test_matrices_decay_and_muon_takes_those_of_layers_but_no_routers(keys: dict
     assert states == biases
     sinks = {name for name in shapes if name.endswith(".sinks")}
     assert len(sinks) == (model.num_layers if model.attention_sinks else 0)
-    assert {t.name for t in full_tensors(model) if t.wide} == biases | sinks
+    rates = {name for name in shapes if name.endswith((".A_log", ".dt_bias", ".o_norm.weight"))}
+    assert len(rates) == (6 if "gated_deltanet" in model.layer_types else 0)
+    assert {t.name for t in full_tensors(model) if t.wide} == biases | sinks | rates
 
 
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
@@ -113,13 +121,18 @@ def test_outputs_into_the_residual_stream_begin_smaller_and_norms_are_the_identi
     ones = 0.0 if model.norm_zero_centered else 1.0
     for tensor in full_tensors(model):
         name = tensor.name
-        if len(tensor.shape) == 2:
+        if name.endswith("_conv.weight"):  # as torch's Conv1d
+            assert tensor.std == pytest.approx(1 / (3 * model.delta_convolution) ** 0.5), name
+        elif name.endswith((".A_log", ".dt_bias")):
+            assert tensor.drawn is not None, name
+        elif len(tensor.shape) == 2:
             shrinks = name.endswith(("attention.out.weight", ".down.weight"))
             assert tensor.std == pytest.approx(0.5 / 6**0.5 if shrinks else 0.5), name
             assert tensor.fill == 0.0
         else:
             is_norm, is_sink = name.endswith("norm.weight"), name.endswith(".sinks")
             fill, std = ones if is_norm else 0.0, 0.5 if is_sink else 0.0
+            fill = 1.0 if name.endswith(".o_norm.weight") else fill  # never centred around 0
             assert (tensor.std, tensor.fill) == (std, fill), name
 
 
@@ -154,3 +167,12 @@ def test_ranks_sum_the_gradients_of_copied_heads_and_of_norms_of_each_head(
     found = {t.name: t.summed_over(4) for t in full_tensors(ModelConfig(**SIZES | keys))}
     summed = {name.removeprefix(layer): n for name, n in found.items() if n > 1 and layer in name}
     assert summed == norms | {f"{x}.{part}": 2 for x in "kv" for part in ("weight", "bias")}
+
+
+def test_ranks_sum_the_gradients_of_copied_key_heads_of_deltanet_and_of_its_norm() -> None:
+    """Two of four tp ranks share a key head, with its taps; all of them share the heads' norm."""
+    layer = "layers.0.attention."
+    found = {t.name: t.summed_over(4) for t in full_tensors(ModelConfig(**SIZES | DELTA))}
+    summed = {name.removeprefix(layer): n for name, n in found.items() if n > 1 and layer in name}
+    copied = {f"{x}{part}.weight": 2 for x in "qk" for part in ("", "_conv")}
+    assert summed == {"o_norm.weight": 4} | copied
