@@ -54,8 +54,10 @@ from parallel3d.data.tokens import TextComparison
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
+from parallel3d.metrics.units import units_of
 from parallel3d.models.declared import full_shapes_of, parameter_shapes_of, states_of
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.survey import loss_of
 from parallel3d.optim.keys import OptimConfig
 from parallel3d.optim.optimizer import EMA, kept_states
 from parallel3d.optim.thaws import frozen_in
@@ -111,24 +113,28 @@ def compared_with(
     return compare_text(manifest.data, corpus, config.run, config.model.seq_length, samples, words)
 
 
+LOSS = "loss"  # the entry of a checkpoint's progress with the name of a user's own loss
+
+
 def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChange]:
     """Returns the changes that affect the results of the steps after a checkpoint."""
     return [change for change in found if change.kind == "reported"]
 
 
-def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, samples: int) -> str:
+def to_go(length: Length, sizes: BatchSizes, model: ModelConfig, steps: int, samples: int) -> str:
     """Describes the steps or tokens that a resuming run has done, and the steps that remain.
 
     `sizes` gives the size of the global batch for any number of samples read.
     """
+    seq_length, units = model.seq_length, units_of(model)
     done = f"{steps:,} of {length.last_step:,} steps are done"
     if length.budget is not None:
         tokens = samples * seq_length, length.budget * seq_length
-        done = f"{tokens[0]:,} of {tokens[1]:,} tokens are done"
+        done = f"{tokens[0]:,} of {tokens[1]:,} {units.work} are done"
     batches = [sizes.at(samples), sizes.at(length.sizes.samples(max(steps, length.last_step - 1)))]
     words = " to ".join(f"{size:,}" for size in dict.fromkeys(batches))
     left = length.last_step - steps
-    return f"{done}, {count(left, 'step')} of {words} sequences to go"
+    return f"{done}, {count(left, 'step')} of {words} {units.samples} to go"
 
 
 # Restoring and saving
@@ -270,7 +276,8 @@ class Checkpoints:
             if manifest is not None:
                 trainer.restore(manifest.progress, manifest.config)
                 self.length = trainer.length
-                self.changed = bool(changed_keys(identity.changes(manifest.config, self.config)))
+                changed = changed_keys(identity.changes(manifest.config, self.config))
+                self.changed = bool(changed) or self._other_loss(manifest) is not None
                 resumes = manifest.step < self.length.last_step and not self.config.train.eval_only
                 if self.is_first_rank and resumes:
                     self._log_changes(manifest)
@@ -482,8 +489,10 @@ class Checkpoints:
                 shown = ", ".join(f"{c.key} {plain(show(c.there))} → {show(c.here)}" for c in some)
                 parts.append(f"{title}: {shown}")
         samples = int(manifest.progress["consumed_samples"])
-        sizes, seq_length = self.config.batch_sizes, self.config.model.seq_length
-        parts.append(to_go(self.length, sizes, seq_length, manifest.step, samples))
+        if (other := self._other_loss(manifest)) is not None:
+            parts.append(other)
+        sizes, model = self.config.batch_sizes, self.config.model
+        parts.append(to_go(self.length, sizes, model, manifest.step, samples))
         self.say(f"run={self.config.run} {'; '.join(parts)}")
         if manifest.has_ema and self.config.optim.ema_decay is None:
             self.say("optim.ema_decay=null: the average of the weights is dropped")
@@ -495,7 +504,7 @@ class Checkpoints:
     ) -> Manifest:
         return Manifest(
             step=trainer.steps_done,
-            progress=trainer.progress() | of_hooks,
+            progress=trainer.progress() | of_hooks | self._loss(),
             config=saved_tree(self.config),
             data=facts_of(trainer.corpus) if trainer.corpus is not None else {},
             saved_at="",
@@ -503,6 +512,18 @@ class Checkpoints:
             files=(),
             lines=lines,
         )
+
+    def _loss(self) -> dict[str, str]:
+        """Returns the entry of a checkpoint with the name of the loss of a user's own model."""
+        name = loss_of(self.config.model)
+        return {} if name is None else {LOSS: name}
+
+    def _other_loss(self, manifest: Manifest) -> str | None:
+        """Returns words on a loss of another name than that of a checkpoint, or None."""
+        there, now = manifest.progress.get(LOSS), loss_of(self.config.model)
+        if there is None or there == now:
+            return None
+        return f"another loss: {plain(show(there))} → {now}"
 
     def _from_first_rank(self, make: Callable[[], Any]) -> Any:
         value = make() if self.is_first_rank else None

@@ -179,12 +179,11 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
     if isinstance(model, OwnModelConfig):
         shape = count(model.num_layers, "block")
         shape += f" · sequence {model.seq_length}" if units.work == "tokens" else ""
-    sequences = "sequences" if units.work == "tokens" else "samples"
     amount = f" · {tokens:,} tokens" if units.work == "tokens" else ""
     decay = optim.lr_decay_style
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     smaller = config.batch_sizes.entries[:-1]
-    before = "".join(f" · {size} from {first:,} {sequences} on" for first, size in smaller)
+    before = "".join(f" · {size} from {first:,} {units.samples} on" for first, size in smaller)
     batch = f"{config.micro_batch_size} × {microbatches} micro-batches × dp {dp}"
     return {
         "model": f"{model._target_ or model.name} · {_parameters(model)} · {shape}",
@@ -193,7 +192,7 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
         + (f" · ep {config.ep}" if config.ep > 1 else "")
         + (" · sequence parallel" if config.sp else "")
         + (f" · sequences end with {count(padding, 'padding token')}" if padding else ""),
-        "batch": f"{config.global_batch_size} {sequences} = {batch}{amount}{before}",
+        "batch": f"{config.global_batch_size} {units.samples} = {batch}{amount}{before}",
         "length": length_words(model.seq_length, length, units=units),
         "data": config.data.path or config.data.name,
         "precision": f"{config.precision.name} · {optim.name}, lr {optim.lr:g} {decay}",
@@ -375,11 +374,15 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
 def evaluation_lines(reads_bytes: bool, steps: int, row: Mapping[str, Any]) -> list[str]:
     """Returns the lines of an evaluation in a run of `steps` steps.
 
+    An evaluation of a finished run may be given fewer steps than the run has done; then the lines
+    have the step alone.
+
     There is one line for the held-out loss, with the losses of some parts of a blend, and one for
     each validation set. `reads_bytes` is true if each token is a byte.
     """
     loss = value(row, "eval_loss")
-    begin = f"eval {row['step']:{len(str(steps))}d}/{steps}  "
+    step = int(row["step"])
+    begin = f"eval {step:{len(str(steps))}d}/{steps}  " if step <= steps else f"eval {step}  "
     lines = [f"{begin}{name}: {_score_words(one)}" for name, one in row.get("valid", {}).items()]
     if lines and loss is None:
         return lines

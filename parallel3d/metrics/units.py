@@ -17,11 +17,13 @@ class Units(NamedTuple):
         loss: the unit of the loss. A user's own loss is a mean over what it counts.
         work: what the samples consist of: "tokens", or "samples" if they are no text.
         short: `work` in a line that has little room.
+        samples: the samples of a batch.
     """
 
     loss: str = NATS
     work: str = "tokens"
     short: str = "tok"
+    samples: str = "sequences"
 
     @property
     def in_nats(self) -> bool:
@@ -32,5 +34,5 @@ class Units(NamedTuple):
 def units_of(model: ModelConfig) -> Units:
     if not isinstance(model, OwnModelConfig):
         return Units()
-    work = Units() if model.is_of_text else Units(work="samples", short="samples")
-    return work._replace(loss="per item")
+    counted = Units() if model.is_of_text else Units(NATS, *["samples"] * 3)
+    return counted._replace(loss="per item")

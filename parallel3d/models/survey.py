@@ -7,6 +7,7 @@ buckets and checkpoints read it by the functions of `declared.py`, as they read 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
@@ -95,6 +96,19 @@ def survey_of(model: ModelConfig) -> ModelSurvey | None:
             f"run where the command names it: give {TARGET}={model._target_}"
         )
     return model.survey
+
+
+def loss_of(model: ModelConfig) -> str | None:
+    """Returns the name of a user's own loss, a method or a function; None for the transformer.
+
+    The name is all that a checkpoint can know of it.
+    """
+    if not isinstance(model, OwnModelConfig) or model.instance is None:
+        return None
+    loss = model.instance.loss
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return str(getattr(loss, "__qualname__", type(loss).__qualname__))
 
 
 def refuse_own(model: ModelConfig, command: str) -> None:

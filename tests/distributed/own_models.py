@@ -458,8 +458,13 @@ class Result:
     evaluation: float = 0.0
 
 
-def make_trainer(problem: Problem, groups: ProcessGroups, keys: Mapping[str, Any]) -> Trainer:
-    """Makes a trainer of the layout of `groups`; `keys` say how it computes."""
+def make_trainer(
+    problem: Problem, groups: ProcessGroups, keys: Mapping[str, Any], loss: Any = None
+) -> Trainer:
+    """Makes a trainer of the layout of `groups`; `keys` say how it computes.
+
+    `loss` takes the place of the model's own.
+    """
     layout = groups.layout
     plain = with_values(
         Config(),
@@ -473,7 +478,7 @@ def make_trainer(problem: Problem, groups: ProcessGroups, keys: Mapping[str, Any
     )
     model = MODELS[problem.model](**dict(problem.fields))
     base = unbound(f"{__name__}.{type(model).__name__}", dataclasses.asdict(model))
-    config = dataclasses.replace(plain, model=own_config(base, model))
+    config = dataclasses.replace(plain, model=own_config(base, model, loss))
     sources = Source(problem.model), Source(problem.model, problem.evaluated)
     return Trainer(
         *(config, groups, here()),

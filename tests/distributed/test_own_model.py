@@ -14,6 +14,7 @@ import pytest
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.errors import UserError
+from parallel3d.models.own_loss import Loss
 from tests.distributed.covering import Cover, Levels, Rule
 from tests.distributed.harness import cover, plain_groups
 from tests.distributed.own_models import (
@@ -260,6 +261,31 @@ def test_a_model_resumes_under_any_other_layout(pool: Pool, expected: Any, tmp_p
             off = differences(found, after(expected(problem), SAVED), LIMITS["fp64"])
             failures += [f"{saved} → {name}, {problem}: {off}"] if off else []
     assert not failures, "\n".join(failures)
+
+
+def resumed_with(loss: Any, folder: Path) -> list[str]:
+    """Resumes "signals" with a loss; returns what the run says."""
+    groups, said = plain_groups(Layout()), list[str]()
+    trainer = make_trainer(
+        Problem("signals"), groups, saved_keys("one-signals", {"train.steps": 4}), loss
+    )
+    Checkpoints(trainer.config, folder / "one-signals", groups, said.append).restore(trainer)
+    groups.close()
+    return said
+
+
+def other_loss(outputs: Any, inputs: Any) -> Any:
+    return Loss(outputs[0].sum(), len(outputs[0]))
+
+
+@pytest.mark.nightly
+def test_another_loss_is_told_when_a_run_resumes(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, save, "one", [Problem("signals")], tmp_path)
+    ((same,),) = pool.run(1, resumed_with, None, tmp_path)
+    ((other,),) = pool.run(1, resumed_with, functools.partial(other_loss), tmp_path)
+    assert "loss" not in same
+    assert "2 steps of 12 samples to go" in same
+    assert "; another loss: Signals.loss → other_loss; " in other
 
 
 @pytest.mark.nightly

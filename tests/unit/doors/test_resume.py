@@ -343,7 +343,7 @@ def test_the_resume_line_has_the_steps_done_and_remaining() -> None:
         steps, samples = 745, config_of(case, GROWS).batch_sizes.samples(745)
         samples = samples if batch == GROWS else 745 * 8
         length, sizes = config.planned_length.after(steps, samples), config.batch_sizes
-        words.append(to_go(length, sizes, config.model.seq_length, steps, samples))
+        words.append(to_go(length, sizes, config.model, steps, samples))
     assert words == [
         "381,440 of 1,024,000 tokens are done, 628 steps of 16 sequences to go",
         "745 of 2,000 steps are done, 1,255 steps of 16 sequences to go",

@@ -29,7 +29,7 @@ from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.metrics.screen import make_console
+from parallel3d.metrics.screen import evaluation_lines, make_console
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.survey import ModelSurvey, OwnModelConfig
 from parallel3d.run_config import Config
@@ -542,3 +542,10 @@ def test_the_terms_of_an_own_loss_are_recorded_and_its_loss_has_no_nats(tmp_path
         "huber 0.7500 · l1 2.0000",
     ):
         assert words in text
+
+
+def test_an_evaluation_beyond_the_last_step_has_its_step_alone() -> None:
+    (there,) = evaluation_lines(False, 20, {"step": 8, "eval_loss": 1.0})
+    (beyond,) = evaluation_lines(False, 4, {"step": 16, "eval_loss": 1.0})
+    assert there.startswith("eval  8/20  held-out")
+    assert beyond.startswith("eval 16  held-out")
