@@ -64,16 +64,16 @@ def attended(size: int) -> list[tuple[str, float, float]]:
     """Returns, by style, its name, the largest error, and the ratio of sent bytes to the
     formula."""
     found = []
-    for shared_memory, least_bytes, again in WAYS[size]:
+    for shared_memory, least_bytes, again, sinks in WAYS[size]:
         launch = LaunchConfig(shared_memory=shared_memory)
         groups = ProcessGroups.create(Layout(1, 1, 1, size), "cpu", 300, launch)
         with patch.object(sizes, "LEAST_BYTES", least_bytes):
-            found += [(style, *attended_by(style, groups.cp, again)) for style in STYLES]
+            found += [(style, *attended_by(style, groups.cp, again, sinks)) for style in STYLES]
         groups.close()
     return found
 
 
-def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
+def attended_by(style: str, group: Group, again: bool, has_sinks: bool) -> tuple[float, float]:
     """Computes forward and backward; with `again` the backward recomputes the forward."""
     log = OperationLog()
     cp = ContextParallel(replace(group, log=log), style, keeps=again)
@@ -92,15 +92,19 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
     identity = torch.eye(grad.shape[-1], dtype=grad.dtype, requires_grad=True)
 
     inputs_of_layer, options = LayerInputs(documents=documents), AttentionOptions(cp=cp)
+    sinks = [torch.linspace(-2, 3, HEADS, dtype=torch.float64)] if has_sinks else []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         # This reads the result in the backward, like the linear layer after attention.
-        return attend_split(q, k, v, inputs_of_layer, options) @ identity
+        return attend_split(q, k, v, inputs_of_layer, options, *sinks) @ identity
 
-    leaves = [leaf.requires_grad_() for leaf in leaves]
+    leaves = [leaf.requires_grad_() for leaf in (*leaves, *sinks)]
     out = recomputed(attend, *leaves) if again else attend(*leaves)
     ours = [out, *torch.autograd.grad(out, leaves, grad)]
-    theirs = map(take, explicit(inputs, PACKS, split.padded))
+    theirs = explicit(inputs, PACKS, split.padded, *sinks)
+    if has_sinks:  # the ranks' gradients are parts of one sum
+        ours[4:] = [all_reduce(ours[4], group)]
+    theirs[:4] = map(take, theirs[:4])
     error = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     queries, keys = (x.numel() * x.itemsize for x in (inputs[0], torch.cat(inputs[1:3])))
     formula = expected(style, group.size, again, queries, keys)
@@ -108,11 +112,12 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
 
 
 # By number of ranks: whether memory is shared, the bytes that are gathered together (1: head by
-# head), and whether the forward is recomputed. Among four ranks, some share a key-value head.
+# head), whether the forward is recomputed, and whether heads have sinks, for which nothing more is
+# sent. Among four ranks, some share a key-value head.
 WAYS = {
-    2: [(True, 1, False), (False, 1 << 30, True)],
-    3: [(True, 1 << 30, True)],
-    4: [(True, 1, True), (False, 1, False)],
+    2: [(True, 1, False, True), (False, 1 << 30, True, False)],
+    3: [(True, 1 << 30, True, False)],
+    4: [(True, 1, True, True), (False, 1, False, False)],
 }
 
 

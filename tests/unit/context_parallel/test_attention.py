@@ -80,13 +80,22 @@ def by_ranks(
     return found
 
 
-def explicit(inputs: Sequence[Tensor], packs: Sequence[list[int]], padded: int) -> list[Tensor]:
-    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs[:3]]
-    q, k, v = leaves
+def explicit(
+    inputs: Sequence[Tensor],
+    packs: Sequence[list[int]],
+    padded: int,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
+    given = [*inputs[:3], *([] if sinks is None else [sinks])]
+    leaves = [x.detach().cpu().double().requires_grad_() for x in given]
+    q, k, v, *sink = leaves
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     begins = [np.cumsum(lengths).tolist() for lengths in packs]  # the padding is a document
     seen = square([[b for b in row if b < padded] for row in begins], padded)
-    out = (q @ k.mT / WIDTH**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    scores = (q @ k.mT / WIDTH**0.5).masked_fill(~seen, -torch.inf)
+    if sink:  # a further score, whose value is 0
+        scores = torch.cat((scores, sink[0].view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    out = scores.softmax(-1)[..., :padded] @ v
     grads = torch.autograd.grad(out, leaves, inputs[3].cpu().double())
     return [out.detach(), *grads]
 
