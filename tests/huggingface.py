@@ -109,6 +109,14 @@ YARN = {
     # With these values, the ramp begins and ends between pairs of the small heads.
     **{"beta_fast": 1.0, "beta_slow": 0.05},
 }
+# Gates and ups stop at this limit; windows and full layers, the ramp of YaRN between pairs.
+EXPERTS["gpt_oss"] = {
+    **{"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 0.2},
+    **{"head_dim": 12, "num_hidden_layers": 4, "sliding_window": 7},
+    "rope_parameters": {"rope_theta": 1e4, "truncate": False, **YARN},
+    **GROUPED,
+}
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

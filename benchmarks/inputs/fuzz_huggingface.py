@@ -44,7 +44,10 @@ DIALECTS = (
     *("mistral", "ministral3", "smollm3", "phi3", "granite", "glm4", "seed_oss", "olmo2", "olmo3"),
     *("exaone4", "gemma2", "gemma3_text"),
 )
-WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe", "minimax_m2")
+WITH_EXPERTS = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe", "minimax_m2"),
+    "gpt_oss",
+)
 # Families with a gated DeltaNet in some layers.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 KINDS = DENSE + DIALECTS + WITH_EXPERTS + HYBRIDS
@@ -100,6 +103,7 @@ FOREIGN = """
     linear_value_head_dim linear_conv_kernel_dim linear_allow_neg_eigval linear_a_log_min
     full_attention_interval attn_output_gate output_gate_type mamba_ssm_dtype
     mtp_num_hidden_layers mtp_use_dedicated_embeddings mrope_section mrope_interleaved
+    swiglu_limit swiglu_alpha experts_per_token initial_context_length
 """
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 4, 8, 16, 48, 96, 1000, 0.5, 1.0, 2.0, -2.0, 1e-5, 1e30),
@@ -200,16 +204,16 @@ class Case:
         )
 
 
-def experts(kind: str, rng: random.Random) -> dict[str, Any]:
-    """Returns random options of a family with experts."""
+def experts(kind: str, rng: random.Random, layers: int) -> dict[str, Any]:
+    """Returns random options of a family with experts and `layers` layers."""
     count = rng.choice((4, 6, 8))
     found: dict[str, Any] = {"num_experts_per_tok": rng.choice((2, 3))}
-    by_number = {"mixtral": "num_local_experts", "minimax_m2": "num_local_experts"}
+    by_number = dict.fromkeys(("mixtral", "minimax_m2", "gpt_oss"), "num_local_experts")
     by_number |= dict.fromkeys(("dots1", "glm4_moe"), "n_routed_experts")
     found[by_number.get(kind, "num_experts")] = count
-    if kind not in ("mixtral", "minimax_m2", "olmoe"):
+    if kind not in ("mixtral", "minimax_m2", "olmoe", "gpt_oss"):
         found["moe_intermediate_size"] = rng.choice((12, 20))
-    if kind not in ("mixtral", "minimax_m2"):
+    if kind not in ("mixtral", "minimax_m2", "gpt_oss"):
         found["norm_topk_prob"] = rng.random() < 0.5
     if kind in ("qwen3_moe", "qwen2_moe"):
         found |= rng.choice(({}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}))
@@ -224,6 +228,11 @@ def experts(kind: str, rng: random.Random) -> dict[str, Any]:
         found |= rng.choice(({}, {"n_group": 2, "topk_group": 1}, {"n_group": 2, "topk_group": 2}))
     if kind == "glm4_moe":
         found |= {"use_qk_norm": rng.random() < 0.5, "num_nextn_predict_layers": rng.choice((0, 1))}
+    if kind == "gpt_oss":
+        found |= {"swiglu_limit": rng.choice((0.3, 7.0)), "sliding_window": rng.choice((3, 7))}
+        found |= {"head_dim": rng.choice((8, 12)), "attention_bias": rng.random() < 0.7}
+        words = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+        found |= rng.choice(({}, {}, {"layer_types": words}))
     if kind == "minimax_m2":
         found |= {"head_dim": 16, **rng.choice(({}, {"rotary_dim": 8}))}
     return found
@@ -365,8 +374,14 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
             if key in options and options[key] is None
         }
         options["pad_token_id"] = None  # such a small vocabulary lacks the default token
+    if kind == "gpt_oss":
+        sizes["intermediate_size"] = rng.choice((32, 44))  # the first is a whole block of MXFP4
+        if options["rope_parameters"].get("rope_type") == "yarn":
+            options["rope_parameters"] |= rng.choice(({}, {"truncate": False}))
+        elif rng.random() < 0.3:
+            del options["rope_parameters"]
     if kind in WITH_EXPERTS:
-        options |= experts(kind, rng)
+        options |= experts(kind, rng, sizes["num_hidden_layers"])
     if kind in HYBRIDS:
         sizes["num_hidden_layers"] = 4
         options |= hybrid(kind, rng, options["rope_parameters"]) | {"pad_token_id": None}
@@ -628,11 +643,55 @@ def beside(case: Case) -> None:
         case.files["shard-00000-model-00001-of-00001.safetensors"] = case.tensors
 
 
+def in_mxfp4(case: Case) -> None:
+    """Writes the experts' matrices in MXFP4, sound or with one fault."""
+    rng = case.rng
+    names = [
+        key
+        for key, tensor in case.tensors.items()
+        if tensor.dim() == 3 and "proj" in key and tensor.shape[1] % 32 == 0
+    ]
+    if case.files or not names:
+        return
+    random_codes = torch.Generator().manual_seed(rng.randrange(2**31))
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    numbers = torch.cat((numbers, -numbers))
+    for key in names:
+        count, inputs, outputs = case.tensors.pop(key).shape
+        codes = torch.randint(0, 16, (count, outputs, inputs), generator=random_codes)
+        grid = (count, outputs, inputs // 32)
+        exponents = torch.randint(122, 127, grid, generator=random_codes)
+        pairs = codes[..., 0::2] + 16 * codes[..., 1::2]
+        case.tensors[f"{key}_blocks"] = pairs.view(*grid, 16).to(torch.uint8)
+        case.tensors[f"{key}_scales"] = exponents.to(torch.uint8)
+        scales = 2.0 ** (exponents.double() - 127).repeat_interleave(32, -1)
+        case.plain[key] = (numbers[codes] * scales).transpose(1, 2).float()
+    name, about = rng.choice(names), dict[str, Any](quant_method="mxfp4")
+    fault = rng.choice((*[None] * 6, "scales", "missing", "type", "both", "key", "method", "none"))
+    if fault == "scales":
+        case.tensors[f"{name}_scales"] = case.tensors[f"{name}_scales"][..., :1, :]
+    elif fault == "missing":
+        del case.tensors[name + rng.choice(("_scales", "_blocks"))]
+    elif fault == "type":
+        part = name + rng.choice(("_scales", "_blocks"))
+        case.tensors[part] = case.tensors[part].to(rng.choice((torch.int32, torch.float32)))
+    elif fault == "both":
+        case.tensors[name] = case.plain[name] + 1
+    elif fault == "key":
+        about[rng.choice(("bits", "weight_block_size", "modules_to_convert"))] = rng.choice(VALUES)
+    elif fault == "method":
+        about["quant_method"] = rng.choice(("fp8", "nvfp4", None))
+    if fault != "none":
+        case.config["quantization_config"] = about
+
+
 def quantized(case: Case) -> None:
     """Writes matrices in fp8 blocks with scales, sound or with one fault.
 
     A fault is another scale, block, key or value, or a missing one.
     """
+    if case.kind == "gpt_oss" and case.rng.random() < 0.7:
+        return in_mxfp4(case)
     rng, block = case.rng, case.rng.choice(((16, 24), (128, 128), (7, 5), None))
     matrices = [
         key
@@ -735,9 +794,9 @@ def outcome(case: Case) -> tuple[str, str]:
             numbers = None
             if case.plain:
                 numbers = {
-                    case.name(key): case.plain.get(key, tensor)
-                    for key, tensor in case.tensors.items()
-                    if not key.endswith("_scale_inv")
+                    case.name(key): tensor
+                    for key, tensor in (case.tensors | case.plain).items()
+                    if not key.endswith(("_scale_inv", "_blocks", "_scales"))
                 }
             theirs = proof.their_side(folder, model, wrapped=bool(case.whole), weights=numbers)
         except UserError as error:

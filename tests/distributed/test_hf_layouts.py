@@ -69,7 +69,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     # both tensor ranks hold the only key-value head
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 12},
-    **{kind: EXPERTS[kind] for kind in ("qwen2_moe", "olmoe", "glm4_moe", "minimax_m2")},
+    **{kind: EXPERTS[kind] for kind in ("qwen2_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss")},
     **{name: {**DIALECTS[name][1], "num_hidden_layers": 4} for name in DENSE},
 }
 

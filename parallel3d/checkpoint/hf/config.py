@@ -17,6 +17,7 @@ from parallel3d.checkpoint.hf.delta import (
     written_delta,
 )
 from parallel3d.checkpoint.hf.experts import (
+    LIMIT,
     MTP,
     read_experts,
     wanted_experts,
@@ -28,6 +29,7 @@ from parallel3d.checkpoint.hf.families import (
     FAMILIES,
     GLM4_MOE,
     GPT2,
+    GPT_OSS,
     MINIMAX_M2,
     MIXTRAL,
     OLMOE,
@@ -164,6 +166,8 @@ def _contradictions(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple
 
 def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
     """Returns the format for a model with experts, and the key that selects this format."""
+    if model.expert_bias:
+        return GPT_OSS, "model.expert_bias=true"
     sigmoid, full = model.router_score == "sigmoid", model.qk_norm_width == "full"
     if model.attention_gate:
         kinds = sorted(
@@ -214,7 +218,7 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
         ("norm_position", model.norm_position, (family.norm_position,)),
         ("norm_zero_centered", model.norm_zero_centered, (family.zero_centered,)),
         ("attention_gate", model.attention_gate, (family.gated,)),
-        ("attention_sinks", model.attention_sinks, (False,)),
+        ("attention_sinks", model.attention_sinks, (family.sinks,)),
     ]
     wanted += (wanted_layers if family.delta is None else wanted_delta)(model, family)
     wanted += wanted_rope(model, family)
@@ -233,6 +237,8 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
         wanted.append(("num_experts", model.num_experts, (0,)))
     else:
         wanted += wanted_experts(model, family.experts)
+    if not family.joins_experts:
+        wanted.append((LIMIT, model.swiglu_limit, (None,)))
     if not family.has_mlp_bias:
         wanted.append(("bias", model.bias, (False,)))
     return wanted
@@ -455,6 +461,7 @@ def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
         **_scales(keys, family, hidden, width),
     }
     found |= {"attention_gate": True} if family.gated else {}
+    found |= {"attention_sinks": True} if family.sinks else {}
     if family.experts is None:
         return found
     if MTP in family.aliases.values():

@@ -93,11 +93,16 @@ class _Fp8Tensor:
 
 @dataclass(frozen=True)
 class _Mxfp4Tensor:
-    """Takes the place of a file and of its slice, for one tensor in MXFP4."""
+    """Takes the place of a file and of its slice, for one tensor in MXFP4.
+
+    Attributes:
+        transposed: whether the tensor has the transposes of the matrices in the file.
+    """
 
     file: Any
     exponents: Any
     key: str
+    transposed: bool = False
 
     def get_tensor(self, key: str) -> Tensor:
         return self[()]
@@ -106,17 +111,22 @@ class _Mxfp4Tensor:
         return self
 
     def get_shape(self) -> list[int]:
-        *outer, groups, _ = self.file.get_slice(self.key + BLOCKS).get_shape()
-        return [*outer, groups * GROUP]
+        *outer, rows, groups, _ = self.file.get_slice(self.key + BLOCKS).get_shape()
+        sizes = [rows, groups * GROUP]
+        return [*outer, *(sizes[::-1] if self.transposed else sizes)]
 
     def get_dtype(self) -> str:
         return "F32"
 
     def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
         """Returns a part, cut in all dimensions but the last."""
-        cut = tuple(_ranges(at, self.get_shape()[:-1]))
+        cut, inputs = tuple(_ranges(at, self.get_shape()[:-1])), slice(None)
+        if self.transposed:
+            *outer, inputs = cut
+            cut = (*outer, slice(None))
         blocks = self.file.get_slice(self.key + BLOCKS)[cut]
-        return from_mxfp4(blocks, self.exponents.get_slice(self.key + EXPONENTS)[cut])
+        found = from_mxfp4(blocks, self.exponents.get_slice(self.key + EXPONENTS)[cut])
+        return found.transpose(-1, -2)[..., inputs, :] if self.transposed else found
 
 
 def _ranges(at: tuple[slice, ...], sizes: list[int]) -> list[slice]:
@@ -146,7 +156,7 @@ def dequantized(
     for name in [name for name in where if name.endswith(BLOCKS)]:
         key = name.removesuffix(BLOCKS)
         if key + EXPONENTS in where and key not in where:
-            found[key] = _mxfp4_tensor(folder, where, key)
+            found[key] = _mxfp4_tensor(folder, where, key, quantization.transposed)
             del found[name], found[key + EXPONENTS]
     return found
 
@@ -171,7 +181,9 @@ def _fp8_tensor(
     return _Fp8Tensor(where[key], where[name], key, block)
 
 
-def _mxfp4_tensor(folder: Path, where: Mapping[str, Any], key: str) -> _Mxfp4Tensor:
+def _mxfp4_tensor(
+    folder: Path, where: Mapping[str, Any], key: str, transposed: bool
+) -> _Mxfp4Tensor:
     blocks = _checked(folder, where, key + BLOCKS, ("U8",))
     exponents = _checked(folder, where, key + EXPONENTS, ("U8",))
     if len(blocks) < 3 or blocks[-1] != GROUP // 2 or exponents != blocks[:-1]:
@@ -179,7 +191,7 @@ def _mxfp4_tensor(folder: Path, where: Mapping[str, Any], key: str) -> _Mxfp4Ten
             f"from={folder}: {plain(key)}{BLOCKS} has shape {blocks} and {plain(key)}{EXPONENTS} "
             f"{exponents}: they must be (…, rows, groups, 16) and (…, rows, groups)"
         )
-    return _Mxfp4Tensor(where[key + BLOCKS], where[key + EXPONENTS], key)
+    return _Mxfp4Tensor(where[key + BLOCKS], where[key + EXPONENTS], key, transposed)
 
 
 def _checked(

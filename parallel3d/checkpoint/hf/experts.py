@@ -16,8 +16,10 @@ from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.models.keys import ModelConfig
 
 CHOSEN, NORMALIZES = "num_experts_per_tok", "norm_topk_prob"
+PUBLISHED_CHOSEN = "experts_per_token"  # OpenAI's key, which transformers does not read
 LISTED, STEP = "mlp_only_layers", "decoder_sparse_step"
 AUX = "router_aux_loss_coef"
+LIMIT = "swiglu_limit"
 MTP = "num_nextn_predict_layers"
 PARTS = ("gate", "up", "down")
 
@@ -69,13 +71,13 @@ def modules_of(names: ExpertNames, count: int) -> dict[str, str]:
     In transformers' names, {} stands for the number of the layer.
     """
     block = f"model.layers.{{}}.{names.block}"
-    found = {f"{block}.gate": "mlp.router"}
+    found = {f"{block}.{names.router}": "mlp.router"}
     if names.shared is not None:
         for theirs, ours in zip(names.parts, PARTS, strict=True):
             found[f"{block}.{names.shared}.{theirs}"] = f"mlp.shared.{ours}"
         if names.gated:
             found[f"{block}.{names.shared}_gate"] = "mlp.shared_gate"
-    for number in range(count):
+    for number in range(0 if names.joined else count):
         for theirs, ours in zip(names.parts, PARTS, strict=True):
             found[f"{block}.experts.{number}.{theirs}"] = f"mlp.experts.{number}.{ours}"
     return found
@@ -103,6 +105,13 @@ def read_experts(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
         "router_bias": names.choice_bias is not None,
         "dense_layers": _dense_layers(keys, family, layers),
     }
+    if names.joined:
+        chosen = found["experts_per_token"]
+        keys.require(PUBLISHED_CHOSEN, (chosen,), chosen)
+        limit = keys.get(LIMIT, defaults[LIMIT], float)
+        if limit <= 0:
+            raise keys.error(LIMIT, limit, "it must be above 0")
+        found |= {"expert_bias": True, "router_logit_bias": True, "swiglu_limit": float(limit)}
     if found["num_experts"] < 1:
         raise keys.error(names.count, found["num_experts"], "it must be at least 1")
     width = None
@@ -152,6 +161,8 @@ def written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
         names.width: model.expert_size,
         "output_router_logits": False,
     }
+    if names.joined:
+        keys[LIMIT] = model.swiglu_limit
     if names.normalizes is None:
         keys[NORMALIZES] = model.router_normalize
     if names.shared is not None:
@@ -182,6 +193,8 @@ def wanted_experts(
     known: list[tuple[str, tuple[Any, ...]]] = [
         ("router_score", (names.score,)),
         ("router_bias", (biased,)),
+        ("router_logit_bias", (names.joined,)),
+        ("expert_bias", (names.joined,)),
         ("shared_expert_gate", (names.gated,)),
     ]
     if names.normalizes is not None:
@@ -193,6 +206,8 @@ def wanted_experts(
         wanted.append(("dense_layers", dense, ([],)))
     elif names.dense != LISTED:
         wanted.append(("dense_layers", dense, (list(range(len(dense))),)))
+    if names.joined and model.swiglu_limit is None:
+        wanted.append((LIMIT, None, (7.0,)))
     if names.shared is None:
         wanted.append(("shared_expert_size", shared, (0,)))
     elif names.shared_in_experts:

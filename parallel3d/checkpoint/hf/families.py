@@ -37,6 +37,7 @@ QWEN3_NEXT = "qwen3_next"
 QWEN3_5 = "qwen3_5_text"
 QWEN3_5_MOE = "qwen3_5_moe_text"
 OLMO_HYBRID = "olmo_hybrid"
+GPT_OSS = "gpt_oss"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class ExpertNames:
             norm_topk_prob decides.
         dense: key that selects the dense layers, or None if no layer is dense.
         grouped: whether the router chooses among groups of experts, and scales the weights.
+        router: name of the module in `block` with the router.
+        joined: whether a file holds the experts of a layer in tensors that join them, as
+            gate_up_proj, whose names and form are in `names`. Such experts and their router have
+            biases, and a limited swiglu.
     """
 
     block: str
@@ -75,6 +80,8 @@ class ExpertNames:
     normalizes: bool | None = None
     dense: str | None = None
     grouped: bool = False
+    router: str = "gate"
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,7 @@ class Family:
         rope: value of rope_parameters if config.json has none.
         original: default of original_max_position_embeddings at the top level, or None if there is
             no such default.
+        sinks: whether attention has sinks.
         has_temperature: whether llama_4_scaling_beta in rope_parameters scales the queries.
         windows: which layers have a window, or None if no layer may have one.
         zero_centered: whether norms multiply by 1 + weight.
@@ -288,6 +296,7 @@ class Family:
     rope_names: Mapping[str, str] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
     original: int | None = None
+    sinks: bool = False
     has_temperature: bool = False
     windows: Windows | None = None
     zero_centered: bool = False
@@ -301,6 +310,11 @@ class Family:
     multimodal: bool = False
     others: str = ""
     kept: Mapping[str, type] = field(default_factory=dict)
+
+    @property
+    def joins_experts(self) -> bool:
+        """Returns whether a file joins the experts of a layer, transposed."""
+        return self.experts is not None and self.experts.joined
 
     @property
     def norm_position(self) -> str:
@@ -635,6 +649,40 @@ FAMILIES: dict[str, Family] = {
             choice_bias="e_score_correction_bias",
             score="sigmoid",
             normalizes=True,
+        ),
+    ),
+    GPT_OSS: Family(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        _sizes(2880, 36, 64, 8, 2880, 131072, 201088, 1e-5)
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
+        | {"attention_bias": True},
+        aliases={"num_experts": "num_local_experts"},
+        fixed={"swiglu_alpha": (1.702,)},
+        ignored="initial_context_length",  # a key of OpenAI's own code
+        head_dim=64,
+        null_head_dim=True,
+        biases="all",
+        bias_key="attention_bias",
+        sinks=True,
+        base=150000.0,
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        windows=Windows("period", 128, period=2),
+        experts=ExpertNames(
+            "mlp",
+            _PROJECTIONS,
+            "num_local_experts",
+            width="intermediate_size",
+            normalizes=True,
+            router="router",
+            joined=True,
         ),
     ),
     MISTRAL: Family(

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -194,11 +194,14 @@ def _shards(
 
 def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
     """Returns a tensor as it is written to the file; raises UserError unless it is finite."""
-    grouped = [parts[name].unflatten(0, (tensor.groups, -1)) for name in tensor.parts]
-    whole = torch.cat(grouped, dim=1).flatten(0, 1)
-    whole = _reordered(whole, tensor, back=True)
-    whole = whole.t() if tensor.transposed else whole
-    whole = whole.unsqueeze(1) if tensor.squeezed else whole
+    if tensor.experts:
+        whole = _joined([parts[name] for name in tensor.parts], tensor.experts)
+    else:
+        grouped = [parts[name].unflatten(0, (tensor.groups, -1)) for name in tensor.parts]
+        whole = torch.cat(grouped, dim=1).flatten(0, 1)
+        whole = _reordered(whole, tensor, back=True)
+        whole = whole.t() if tensor.transposed else whole
+        whole = whole.unsqueeze(1) if tensor.squeezed else whole
     made = whole.to(_dtype(tensor, dtype)).contiguous()
     if not all_finite(made):
         why = "NaN or inf"
@@ -207,6 +210,15 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
             why = f"{largest:g}, which {dtype} cannot hold: choose another dtype"
         raise UserError(f"{tensor.name} holds {why}")
     return made
+
+
+def _joined(parts: Sequence[Tensor], experts: int) -> Tensor:
+    """Returns the tensor of a layer's experts: (experts, inputs, rows of all parts in turns).
+
+    `parts` are the matrices (rows, inputs) or the biases (rows,) of one expert after the other.
+    """
+    whole = torch.stack([*parts]).unflatten(0, (experts, -1)).transpose(1, 2).flatten(1, 2)
+    return whole.transpose(1, 2) if whole.dim() == 3 else whole
 
 
 def _reordered(whole: Tensor, tensor: HFTensor, *, back: bool) -> Tensor:
@@ -270,6 +282,8 @@ def read_hf_config(folder: Path) -> HFFolder:
         config, quantization = take_quantization(config, TEXT if has_images else None)
         config, more = text_part(config, alone=alone) if has_images else (config, {})
         kind, keys, unread = from_hf(config)
+        if quantization is not None and FAMILIES[kind].joins_experts:
+            quantization = dataclasses.replace(quantization, transposed=True)
         model = ModelConfig(**keys)
         check_fields(dataclasses.replace(Config(), model=model))
         check_experts(model)
@@ -436,6 +450,9 @@ def tensors_of(
             if not asked:
                 continue
             place = keys[tensor.name]
+            if tensor.experts:
+                yield from _experts_at(folder, where[place.key], place, tensor, dtype, wanted)
+                continue
             # Where rows keep their order, no other rows are read than a part of the model holds.
             if tensor.transposed or tensor.pairs is not None or wanted is None:
                 whole = _finite(folder, where[place.key], place, slice(None), dtype)
@@ -457,6 +474,34 @@ def tensors_of(
                     ]
                     rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                     yield part, (rows.squeeze(1) if tensor.squeezed else rows).contiguous()
+
+
+def _experts_at(
+    folder: Path,
+    file: Any,
+    place: Place,
+    tensor: HFTensor,
+    dtype: torch.dtype | None,
+    wanted: Mapping[str, tuple[int, int]] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields our tensors of `_joined` experts, and reads only the experts that have wanted ones."""
+    each = len(tensor.parts) // tensor.experts
+    for number in range(tensor.experts):
+        mine = tensor.parts[number * each : (number + 1) * each]
+        if wanted is not None and not any(part in wanted for part in mine):
+            continue
+        at = place._replace(expert=number)
+        whole = _finite(folder, file, at, slice(None), dtype)
+        whole = whole.t() if whole.dim() == 2 else whole
+        for first, part in enumerate(mine):
+            if wanted is None or part in wanted:
+                begin, end = (None, None) if wanted is None else wanted[part]
+                yield part, rows_of_part(whole, first, each)[begin:end].contiguous()
+
+
+def rows_of_part(whole: Tensor, first: int, parts: int) -> Tensor:
+    """Returns the rows of part `first` of an expert in `_joined` experts."""
+    return whole[first::parts]
 
 
 def _finite(

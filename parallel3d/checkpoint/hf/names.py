@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 from parallel3d.checkpoint.hf.experts import Place, joined_place, modules_of
-from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
+from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, ExpertNames, Family
 from parallel3d.errors import UserError
 from parallel3d.models.declared import (
     ATTENTION,
@@ -22,7 +22,7 @@ from parallel3d.models.dialect import GATED_DELTANET
 from parallel3d.models.keys import ModelConfig
 
 HEAD, OWN_HEAD = "lm_head.weight", "head.weight"
-ROUTER = "mlp.router"
+ROUTER, OF_EXPERTS, SINKS = "mlp.router", ".experts.", "attention.sinks"
 EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
 EMBEDDINGS[GPT2] = "transformer.wte.weight"
 LAYER_PREFIX = "model.layers."
@@ -38,6 +38,7 @@ _OF_MIXER: dict[str | None, dict[str, str]] = {
         "self_attn.o_proj": "attention.out",
         "self_attn.q_norm": "attention.q_norm",
         "self_attn.k_norm": "attention.k_norm",
+        "self_attn.sinks": SINKS,
     }
 }
 # The same with a gate: its rows follow those of the queries in each head.
@@ -87,6 +88,8 @@ class HFTensor:
         groups: number of groups of rows, such as heads. A group has its rows of the first part,
             then those of the second, and so on; with 1, the parts are simply concatenated.
         squeezed: whether the file has a further dimension of one element behind the first.
+        experts: number of experts that the file joins along a first dimension; 0: it joins none.
+            Each has the transpose of its parts' rows in turns: gate 0, up 0, gate 1, up 1, …
     """
 
     name: str
@@ -98,6 +101,7 @@ class HFTensor:
     pairs: tuple[int, int] | None = None
     groups: int = 1
     squeezed: bool = False
+    experts: int = 0
 
     def places_of(self, part: int, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Yields, in order, the ranges of the file's rows that hold rows of a part.
@@ -127,11 +131,17 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     """
     shapes = full_shapes_of(model)
     wide = {name for tensor in full_tensors(model) if tensor.wide for name in tensor.names}
+    wide = {name for name in wide if not name.endswith(SINKS)}  # published in bf16
     tensors: list[HFTensor] = []
     for theirs, parts, in_layer in _pairs(model, kind):
         if parts[0] not in shapes:
             continue
         rows = tuple(shapes[name][0] for name in parts)
+        if FAMILIES[kind].joins_experts and OF_EXPERTS in parts[0]:
+            count = model.num_experts
+            shape = (count, *shapes[parts[0]][:0:-1], sum(rows) // count)
+            tensors.append(HFTensor(theirs, parts, rows, shape, experts=count))
+            continue
         shape = (sum(rows), *shapes[parts[0]][1:])
         groups = _groups(model, FAMILIES[kind], theirs)
         squeezed = theirs.endswith(CONVOLUTIONS)
@@ -188,7 +198,7 @@ def places(name: str, kind: str, *, wrapped: bool = False) -> list[Place]:
         if f".{usual}." in name:
             key = name.replace(f".{usual}.", f".{other}.")
             found += [Place(key) for key in spellings(key, wrapped=wrapped)]
-    joined = None if experts is None else joined_place(name, experts)
+    joined = None if experts is None or experts.joined else joined_place(name, experts)
     if joined is not None:
         found += [joined._replace(key=key) for key in spellings(joined.key, wrapped=wrapped)]
     return found
@@ -252,11 +262,26 @@ def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...]
                 continue
             assert names is not None
             yield f"{theirs.format(number)}.weight", (f"{mine[0]}.weight",), True
+            if names.joined:
+                yield f"{theirs.format(number)}.bias", (f"{mine[0]}.logit_bias",), True
+                yield from _joined_tensors(names, number, model.num_experts)
             if names.choice_bias is not None:
                 block = f"model.layers.{number}.{names.block}"
                 yield f"{block}.{names.choice_bias}", (f"{mine[0]}.bias",), True
     for theirs, ours in after.items():
         yield from _tensors_of(theirs, [ours], False)
+
+
+def _joined_tensors(
+    names: ExpertNames, number: int, experts: int
+) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yields the tensors that join the experts of layer `number`."""
+    theirs, ours = f"model.layers.{number}.{names.block}", f"layers.{number}.mlp"
+    for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        for end, part in (("", "weight"), ("_bias", "bias")):
+            every = product(range(experts), parts)
+            joined = (f"{ours}{OF_EXPERTS}{expert}.{of}.{part}" for expert, of in every)
+            yield f"{theirs}{OF_EXPERTS}{name}{end}", tuple(joined), True
 
 
 def _tensors_of(

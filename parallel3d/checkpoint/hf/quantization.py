@@ -45,11 +45,13 @@ class Quantization:
         method: "fp8" or "mxfp4".
         block: rows and columns that share a scale in fp8, or None if a tensor has one scale.
         static: whether the files hold scales of activations as well, which are left out.
+        transposed: whether the family has the transpose of each matrix that is in MXFP4.
     """
 
     method: str
     block: tuple[int, int] | None = None
     static: bool = False
+    transposed: bool = False
 
     @property
     def notice(self) -> str:

@@ -37,7 +37,7 @@ FAMILIES = {
     "qwen3": ("qwen3", {"head_dim": 12, **GROUPED}),
     "gpt2": ("gpt2", {}),
     **DIALECTS,
-    **{kind: (kind, keys) for kind, keys in EXPERTS.items()},
+    **{kind: (kind, keys) for kind, keys in EXPERTS.items() if kind != "gpt_oss"},
 }
 # The parts of a layer that published folders keep in bf16.
 KEPT = re.compile(r"norm|embed|wte|wpe|lm_head|\.gate\.|ln_|bias|rotary")

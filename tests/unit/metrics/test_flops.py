@@ -46,6 +46,8 @@ def preset(name: str) -> ModelConfig:
         ("olmo3_7b", 7_298_011_136),
         ("exaone4_32b", 32_003_216_384),
         ("gemma3_1b", 999_885_952),
+        ("gpt_oss_20b", 20_914_757_184),
+        ("gpt_oss_120b", 116_829_156_672),
         # The safetensors also count the biases of 61 routers.
         ("dots1", 142_774_381_696 - 61 * 128),
     ],
@@ -67,6 +69,15 @@ def test_parameter_count_equals_the_published_one(name: str, published: int) -> 
 )
 def test_active_parameters_are_the_published_billions(name: str, published: float) -> None:
     assert active_parameter_count(preset(name)) / 1e9 == pytest.approx(published, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "published"), [("gpt_oss_20b", 3.61), ("gpt_oss_120b", 5.13)])
+def test_active_parameters_of_gpt_oss_are_published_without_the_embedding(
+    name: str, published: float
+) -> None:
+    model = preset(name)
+    active = active_parameter_count(model) - model.vocab_size * model.hidden_size
+    assert active / 1e9 == pytest.approx(published, rel=1e-3)
 
 
 def small(**changes: object) -> ModelConfig:
