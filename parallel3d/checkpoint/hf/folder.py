@@ -521,10 +521,13 @@ def _at(file: Any, place: Place, rows: slice) -> Tensor:
     whole = file.get_slice(place.key)
     if place.expert is None:
         return file.get_tensor(place.key) if rows == slice(None) else whole[(rows,)]
-    size = whole.get_shape()[1] // place.parts
+    one, shape = slice(place.expert, place.expert + 1), whole.get_shape()
+    size = shape[1] // place.parts
     first, end, _ = rows.indices(size)
     at = slice(place.part * size + first, place.part * size + end)
-    return whole[place.expert : place.expert + 1, at][0]
+    if len(shape) == 2:  # quantized tensors are not cut in their last dimension
+        return whole[(one,)][0, at]
+    return whole[one, at][0]
 
 
 def all_finite(tensor: Tensor) -> bool:
