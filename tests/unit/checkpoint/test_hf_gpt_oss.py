@@ -136,7 +136,7 @@ def test_a_rank_reads_the_rows_of_its_own_experts(name: str) -> None:
     assert all(torch.equal(rows[key], whole[key][slice(*wanted[key])]) for key in wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["hf", "packed"])
 def test_an_import_is_proven_and_exported_in_bf16_byte_by_byte(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -154,7 +154,7 @@ def test_an_import_is_proven_and_exported_in_bf16_byte_by_byte(
         assert exported[key].dtype == torch.bfloat16 and torch.equal(exported[key], tensor), key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", [halves_for_turns, full_first])
 def test_the_proof_refuses_a_misread_folder(bug: Mutation) -> None:
     save()
