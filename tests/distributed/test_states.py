@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -22,7 +22,10 @@ from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.context_parallel.states import tokens_before
 from parallel3d.models import delta_rule
 from parallel3d.models.delta_rule import delta_output
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, Sizes, check_cases
 from tests.distributed.pool import Pool
+from tests.distributed.test_gated_deltanet import MODEL
 from tests.unit.context_parallel.test_split import starts_of
 
 KEY_HEADS, HEADS, DK, DV = 2, 4, 4, 6
@@ -98,7 +101,7 @@ def rule_across(group: Group, balanced: bool) -> Found:
     )
     with patch.object(delta_rule, "states_before", lambda move, add, *_: torch.zeros_like(add)):
         alone, _ = output([x.detach() for x in given])
-    moved = float((alone - out).detach().square().mean())
+    moved = float((alone.square().mean() - out.square().mean()).detach().abs())
     return Found(pieces.number, error, moved)
 
 
@@ -188,3 +191,47 @@ def test_bytes_of_states_do_not_grow_with_the_sequence(pool: Pool) -> None:
     once = [("all_gather", 2 * of_piece)]  # what a rank gives for its two pieces
     for short, long in pool.run(2, sent, 2, [96, 384]):
         assert short == long == 2 * once  # in the forward and in the backward
+
+
+# Models
+
+SHORT = dict(MODEL) | {"seq_length": 24}  # pieces of cp=4 have three tokens
+LONG = dict(MODEL) | {"seq_length": 96, "delta_convolution": 3}
+ADAMW = Problem("llama_tiny", "adamw", tied=False, layers=4, model=tuple(SHORT.items()))
+PACKS = Problem(
+    "llama_tiny", "sgd", tied=True, layers=2, model=tuple(LONG.items()), documents=True, batch=4
+)
+
+
+def by(states: str, *more: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return (("context_parallel.states", states), *more)
+
+
+def of_ranks(problem: Problem, ranks: int) -> Problem:
+    return replace(problem, ranks=ranks)
+
+
+CASES: dict[Sizes, list[Case]] = {
+    (1, 1, 1, 2): [
+        Case(of_ranks(PACKS, 2), keys=by("chain")),
+        Case(of_ranks(PACKS, 2), keys=by("heads", ("recompute", "[norm,attention]"))),
+        Case(of_ranks(ADAMW, 2), keys=by("chain", ("recompute", "full"))),
+    ],
+    (1, 1, 1, 3): [
+        Case(of_ranks(PACKS, 3), keys=by("chain", ("context_parallel.style", "ring"))),
+        Case(of_ranks(ADAMW, 3), keys=by("auto")),
+    ],
+    (1, 1, 1, 4): [
+        Case(of_ranks(PACKS, 4), keys=by("chain")),
+        Case(of_ranks(ADAMW, 4), keys=by("chain", ("context_parallel.balance", False))),
+    ],
+    (2, 1, 1, 2): [Case(of_ranks(PACKS, 2), sp=True, keys=by("chain", ("zero", 3)))],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_states_of_pieces_train_like_the_reference(
+    sizes: Sizes, pool: Pool, references: References
+) -> None:
+    check_cases(sizes, CASES[sizes], pool, references)
