@@ -17,6 +17,7 @@ from parallel3d.config.fields import (
     sections_of,
     show,
 )
+from parallel3d.config.values import INTERVAL
 from parallel3d.run_config import Config, conf_dir
 
 INTRO = """\
@@ -71,6 +72,8 @@ def _allowed(key: Key) -> str:
         signs = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
         limits = [f"{sign} {key.meta[b]:g}" for b, sign in signs.items() if key.meta[b] is not None]
         text = f"{noun} {', '.join(limits)}".strip()
+        if key.holds == INTERVAL:
+            text += ", a time, or auto"
         return f"{text} or null" if key.optional else text
     text = ", ".join(f"`{choice}`" for choice in choices)
     if key.meta["list_of"]:

@@ -60,6 +60,7 @@ class Trainer(RankTrainer):
             it is unknown.
         valid_files: the open files of the validation sets, which are checked for changes.
         stop_requested: returns whether this rank was asked to end the run; called in every step.
+        save_requested: returns whether this rank asks for a checkpoint; called in every step.
         optimizer: with `optim.name=own`, makes an element-wise optimizer of parameter groups, such
             as the class `torch.optim.NAdam`.
 
@@ -80,6 +81,7 @@ class Trainer(RankTrainer):
         valid_files: Sequence[WatchedFile] = (),
         stop_requested: Callable[[], bool] = lambda: False,
         optimizer: OptimizerFactory | None = None,
+        save_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         own_samples = train_source is not None
         may_resume = config.run is not None  # only `restore` knows whether the run resumes
@@ -137,7 +139,8 @@ class Trainer(RankTrainer):
             eval_batches=config.train.eval_batches,
         )
         length = config.planned_length
-        super().__init__(blueprint, parts, samples, length, groups, device, timer, stop_requested)
+        asked = stop_requested, save_requested
+        super().__init__(blueprint, parts, samples, length, groups, device, timer, *asked)
 
 
 def build(

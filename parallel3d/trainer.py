@@ -62,6 +62,9 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
+SAVE = 2.0**32  # above the number of ranks; sums of these are exact in float64
+
+
 class StepSums(NamedTuple, Generic[Value]):
     """The quantities of a step that are summed over the world.
 
@@ -73,7 +76,9 @@ class StepSums(NamedTuple, Generic[Value]):
         loss, tokens: the sum of the losses and the number of unmasked tokens
             (`Trainer.share_of_loss`), or of the items that the loss has counted (`CountedLoss`).
         squared_norm: the squared norm of the gradients, which still contain the loss scale.
-        stop: the number of ranks that were asked to end the run.
+        asked: the number of ranks that were asked to end the run, and SAVE for each rank that asks
+            for a checkpoint. Both are in one element, so that the rounding of the other sums, which
+            may depend on their places, does not depend on whether checkpoints are saved by time.
         experts: the sums of the layers with experts (`BalanceOfRun.take`); empty without experts.
         terms: the sums of the named terms of a loss that counts its items; empty for other losses.
     """
@@ -81,7 +86,7 @@ class StepSums(NamedTuple, Generic[Value]):
     loss: Value
     tokens: Value
     squared_norm: Value
-    stop: Value
+    asked: Value
     experts: Value
     terms: Value
 
@@ -127,6 +132,7 @@ class StepTotals(NamedTuple):
         divisor: the factor by which the gradients are still multiplied beside the loss scale; 1
             unless the loss counts its items.
         stop: whether the run is to stop.
+        save: whether the time for a checkpoint has come.
         experts: the figures of the experts; None without experts.
         terms: the means of the named terms of the loss.
     """
@@ -135,6 +141,7 @@ class StepTotals(NamedTuple):
     grad_norm: float
     divisor: float
     stop: bool
+    save: bool
     experts: ExpertFigures | None
     terms: Mapping[str, float]
 
@@ -199,6 +206,7 @@ class StepResult(NamedTuple):
         skipped: whether the parameters are unchanged, because the loss or a gradient was not finite
             or there is no loss.
         stop: whether a rank was asked to end the run (`stop_requested`).
+        save: whether the time for a checkpoint has come (`save_requested`).
         experts: the load and balance of the layers with experts; None without experts.
         terms: the means of the named terms of a user's own loss (`Loss.terms`).
     """
@@ -212,6 +220,7 @@ class StepResult(NamedTuple):
     stop: bool = False
     experts: ExpertFigures | None = None
     terms: Mapping[str, float] = {}
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -288,6 +297,8 @@ class RankTrainer:
         device: the device of this rank.
         step_timer: times the parts of a step.
         stop_requested: returns whether this rank was asked to end the run; called in every step.
+        save_requested: returns whether this rank asks for a checkpoint; called in every step. All
+            ranks save after the same step (`StepResult.save`), whatever their clocks say.
 
     Attributes:
         copied: an event that is cleared while a checkpoint in progress copies the parameters, which
@@ -306,6 +317,7 @@ class RankTrainer:
         device: torch.device,
         step_timer: StepTimer,
         stop_requested: Callable[[], bool],
+        save_requested: Callable[[], bool],
     ) -> None:
         self.blueprint = blueprint
         self.groups = groups
@@ -335,6 +347,7 @@ class RankTrainer:
         self.consumed_samples = 0
         self.batch = blueprint.global_batch_size  # after a step, the global batch of that step
         self.stop_requested = stop_requested
+        self.save_requested = save_requested
         self.copied = threading.Event()
         self.copied.set()
 
@@ -452,7 +465,7 @@ class RankTrainer:
                 all_reduce_embedding_grads(table, self.groups.embedding)
         with self.step_timer.range("grad norm"):
             shares = self._shares(loss_sum, tokens, is_training=True)
-            loss, grad_norm, divisor, stop, experts, terms = self._agree(shares)
+            loss, grad_norm, divisor, stop, save, experts, terms = self._agree(shares)
         lr = learning_rate(self.blueprint.optim, self.length.end, self.length.place(step + 1))
         finite = loss is not None and math.isfinite(loss + grad_norm)
         self.copied.wait()
@@ -476,6 +489,7 @@ class RankTrainer:
             stop=stop,
             experts=experts,
             terms=terms,
+            save=save,
         )
 
     def _loader(self, first: int) -> Callable[[int], MicroBatch | OwnMicroBatch]:
@@ -673,7 +687,7 @@ class RankTrainer:
             tokens=shares.count,
             squared_norm=squared,
             # A kernel fills the tensor, because copying a number would block the host.
-            stop=torch.full_like(squared, float(self.stop_requested())),
+            asked=torch.full_like(squared, self.stop_requested() + SAVE * self.save_requested()),
             experts=squared.new_empty(0) if self.balance is None else self.balance.take(squared),
             terms=shares.terms,
         )
@@ -686,7 +700,8 @@ class RankTrainer:
             collectives.all_reduce_few(share, self.groups.world)
             with blocking(self.groups.world):
                 square = share.item()
-        (loss,), (count,), (stops,) = totals.loss, totals.tokens, totals.stop
+        (loss,), (count,), (asked,) = totals.loss, totals.tokens, totals.asked
+        saves, stops = divmod(asked, SAVE)
         mean = loss / count if count else None
         divisor, terms = 1.0, {}
         if self.counts_loss:
@@ -697,7 +712,7 @@ class RankTrainer:
         if self.balance is not None:
             experts = self.balance.figures(totals.experts, self.batch)
         norm = self.loss_scale.unscaled(square**0.5, divisor)
-        return StepTotals(mean, norm, divisor, stops > 0, experts, terms)
+        return StepTotals(mean, norm, divisor, stops > 0, saves > 0, experts, terms)
 
     def share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, in float64.

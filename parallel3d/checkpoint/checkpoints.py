@@ -342,19 +342,28 @@ class Checkpoints:
         settings, steps = self.config.checkpoint, self.length.last_step
         if not (settings.async_save and settings.every):
             return False
-        return (step // settings.every + 1) * settings.every < steps
+        every = 1 if settings.is_timed else settings.every
+        return bool((step // every + 1) * every < steps)
 
     def is_due(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self.length.last_step)
+        """Returns whether a save follows a step, for whatever time it ends."""
+        settings = self.config.checkpoint
+        if settings.every == 0:
+            return False
+        return step == self.length.last_step or (
+            not settings.is_timed and step % settings.every == 0
+        )
 
-    def after_step(self, trainer: Trainer, unwritten: Lines = tuple) -> None:
+    def after_step(
+        self, trainer: Trainer, unwritten: Lines = tuple, *, by_time: bool = False
+    ) -> None:
         """Saves if a save is due; `unwritten` is as in `save`.
 
+        `by_time`: whether one is due because of the time that has passed (`StepResult.save`).
         Raises CheckpointFailure if the previous save failed because of a bug.
         """
         self._settle(wait=False)
-        if self.is_due(trainer.steps_done):
+        if by_time or self.is_due(trainer.steps_done):
             self.save(trainer, unwritten, wait=not self.config.checkpoint.async_save)
 
     def save(self, trainer: Trainer, unwritten: Lines = tuple, *, wait: bool = True) -> bool:

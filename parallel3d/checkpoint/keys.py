@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from parallel3d.config.conflicts import Conflict, OneOf
 from parallel3d.config.values import (
     FREE,
+    INTERVAL,
     REFUSED,
     key,
 )
@@ -41,15 +42,20 @@ class CheckpointConfig:
     """Settings for saving and keeping checkpoints: `checkpoint.every=500 checkpoint.keep=3`."""
 
     RESUME: ClassVar[str] = FREE
-    every: int = key(
+    every: Any = key(
         500,
-        "steps between checkpoints, with one more at the end; 0: never save",
+        "steps between checkpoints, with one more at the end; or a time (10min, 90s, 2h); auto: "
+        "the time that loses least, by the measured delay of a save and the rate of failures; "
+        "0: never save",
+        holds=INTERVAL,
         minimum=0,
+        tried=("10min", "auto"),
     )
     keep: int = key(3, "number of newest checkpoints to keep; older ones are removed", minimum=1)
     keep_every: int | None = key(
         None,
-        "never remove checkpoints of steps that are multiples of this",
+        "never remove checkpoints of steps that are multiples of this; if checkpoint.every is a "
+        "time, the first checkpoint from each multiple on",
         minimum=1,
     )
     async_save: bool = key(
@@ -61,6 +67,11 @@ class CheckpointConfig:
         "resume from the run's newest good checkpoint; false refuses a run that exists",
         once=True,
     )
+
+    @property
+    def is_timed(self) -> bool:
+        """Returns whether time, and not the number of steps, says when to save."""
+        return isinstance(self.every, str)
 
 
 CONFLICTS = (

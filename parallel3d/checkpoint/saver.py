@@ -147,11 +147,17 @@ _LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}", f".{CLAIM}.")
 def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
     """Returns the checkpoints to remove.
 
-    The newest `keep` checkpoints stay, as do all whose step is a multiple of `keep_every`.
+    The newest `keep` checkpoints stay, as do all whose step is a multiple of `keep_every`. Saves by
+    time rarely meet a multiple, so the first checkpoint from each multiple on stays.
     """
-    old = list(newest_first)[settings.keep :]
-    every = settings.keep_every
-    return [p for p in old if not (every and step_of(p) % every == 0)]
+    listed, every = list(newest_first), settings.keep_every
+    old = listed[settings.keep :]
+    if not every:
+        return old
+    if not settings.is_timed:
+        return [p for p in old if step_of(p) % every != 0]
+    before = [*map(step_of, listed[settings.keep + 1 :]), 0]
+    return [p for p, step in zip(old, before, strict=False) if step_of(p) // every == step // every]
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:

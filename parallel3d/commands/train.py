@@ -31,6 +31,7 @@ from parallel3d.loop.rank_run import RankRun, spent
 from parallel3d.loop.recording import facts_of_samples, facts_of_text, header_facts, open_recorder
 from parallel3d.loop.requeue import REQUEUE, leave_marker
 from parallel3d.loop.run_steps import run_steps
+from parallel3d.loop.save_clock import SaveClock, save_clock
 from parallel3d.loop.user_hooks import UserHooks
 from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory
@@ -63,7 +64,8 @@ def train(config: Config, worker: Worker, own: OwnParts | None = None) -> None:
     assert watchdog is not None
     worker.phase = "opening the data"
     length_key = typed_length(config.train)  # the trainer turns epochs into tokens
-    trainer, of_text = open_trainer(config, worker, groups, device, own)
+    clock = save_clock(config, worker, print_line)
+    trainer, of_text = open_trainer(config, worker, groups, device, own, clock)
     worker.phase = "looking for a checkpoint"
     user_hooks.open(trainer)
     checkpoints = Checkpoints(trainer.config, worker.run_dir, groups, print_line, user_hooks.states)
@@ -77,7 +79,8 @@ def train(config: Config, worker: Worker, own: OwnParts | None = None) -> None:
             facts = header_facts(trainer, of_text) if worker.rank == 0 else {}
             if worker.rank == 0 and first_step == 1 and (checkpoints.resumed or begun_with):
                 print_line(acts_on_weights(trainer.config))
-            is_saved = run(trainer, worker, checkpoints, user_hooks, facts | begun_with)
+            facts |= begun_with
+            is_saved = run(trainer, worker, checkpoints, user_hooks, facts, clock)
             worker.phase = "closing the process groups"
             watchdog.resume()
     groups.close()  # with NCCL this is collective, so that a missing rank makes it hang
@@ -107,14 +110,18 @@ def open_trainer(
     groups: ProcessGroups,
     device: torch.device,
     own: OwnParts | None,
+    clock: SaveClock | None,
 ) -> tuple[Trainer, dict[str, str]]:
     """Opens the text or the script's samples, and makes the trainer; collective.
 
-    Returns the trainer, and the lines of the header about the samples.
+    Returns the trainer, and the lines of the header about the samples. `clock` says when to save.
     """
 
     def is_asked_to_stop() -> bool:
         return worker.stop.number is not None
+
+    def is_time_to_save() -> bool:
+        return clock is not None and clock.is_due()
 
     optimizer = None if own is None else own.optimizer
     if own is not None and (train_source := opened(own.train, "train", config)) is not None:
@@ -128,6 +135,7 @@ def open_trainer(
             valid_source=valid_source,
             stop_requested=is_asked_to_stop,
             optimizer=optimizer,
+            save_requested=is_time_to_save,
         )
         return trainer, facts_of_samples(train_source, valid_source)
     has_source = config.init_from is not None
@@ -136,7 +144,8 @@ def open_trainer(
     )
     worker.phase = "building the model"
     config = dataclasses.replace(config, data=data)
-    trainer = make_trainer(config, groups, device, corpus, sets, is_asked_to_stop, optimizer)
+    asked = is_asked_to_stop, is_time_to_save
+    trainer = make_trainer(config, groups, device, corpus, sets, *asked, optimizer)
     return trainer, facts_of_text(trainer, corpus, sets)
 
 
@@ -212,10 +221,12 @@ def run(
     checkpoints: Checkpoints,
     user_hooks: UserHooks,
     facts: Mapping[str, str],
+    clock: SaveClock | None,
 ) -> bool:
     """Runs the remaining steps and saves the results.
 
-    `facts` contains further lines for the header. Returns whether the last checkpoint was written.
+    `facts` contains further lines for the header, and `clock` says when to save. Returns whether
+    the last checkpoint was written.
     """
     watchdog, first = worker.watchdog, trainer.steps_done + 1
     assert watchdog is not None
@@ -234,7 +245,7 @@ def run(
         if recorder is not None:
             recorder.start(facts, checkpoints.lines)
         last = trainer.length.last_step
-        steps = RankRun(trainer, worker, recorder, checkpoints, user_hooks, first, last)
+        steps = RankRun(trainer, worker, recorder, checkpoints, user_hooks, first, last, clock)
         run_steps(steps, default_hooks(steps))
         record_totals(trainer, recorder)
         watchdog.pause()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
-from parallel3d.config.values import RANKS, REPORTED, words_of
+from parallel3d.config.values import INTERVAL, RANKS, REPORTED, nearest_interval, words_of
 from parallel3d.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Key:
     def holds(self) -> Any:
         """Returns the value's type in more detail than `kind`.
 
-        It is `Path` for text that is a path, a type of dict for values in braces, and None for
-        other keys.
+        It is `Path` for text that is a path, INTERVAL for a number of steps that may also be a time
+        or auto, a type of dict for values in braces, and None for other keys.
         """
         return self.meta["holds"]
 
@@ -184,7 +184,8 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
             continue
         # Hydra accepts new names in braces only for keys of any type, so these are typed Any.
         braces = str if f.metadata["list_of"] else dict | None
-        hint = braces if hint is Any else hint
+        if hint is Any:
+            hint = int if f.metadata["holds"] == INTERVAL else braces
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
         # A class may set metadata for all keys that it declares.
@@ -321,6 +322,8 @@ def allowed(key: Key) -> str:
     bounds = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
     limits = [f"{bounds[b]} {key.meta[b]:g}" for b in bounds if key.meta[b] is not None]
     text = f"{noun} {' and '.join(limits)}".strip().replace("number at", "number of at")
+    if key.holds == INTERVAL:
+        text = f"{text} steps, a time such as 10min, 90s or 2h, or auto"
     return f"null or {text}" if key.optional else text
 
 
@@ -335,6 +338,8 @@ def _nearest_to(key: Key, value: Any) -> Any:
     meta, choices = key.meta, key.meta["choices"]
     if words := meta["list_of"]:
         return _nearest_words(key, value, lambda w: _is_rank(w) if words is RANKS else w in words)
+    if key.holds == INTERVAL and isinstance(value, str):
+        return nearest_interval(value, key.default)
     if not _has_type(value, key.kind):
         return key.default
     if key.item is not None and not all(_has_type(item, key.item) for item in value):

@@ -18,7 +18,7 @@ import yaml
 
 from parallel3d.config.fields import AnyKeys, Key, all_keys, values_of, with_values
 from parallel3d.config.paths import at_home, with_texts_of_variables
-from parallel3d.config.values import RANKS
+from parallel3d.config.values import INTERVAL, RANKS
 from parallel3d.errors import UserError
 
 _YAML = "tag:yaml.org,2002:"
@@ -130,7 +130,7 @@ def with_text(config: AnyKeys) -> AnyKeys:
 def _typed(value: Any, holds: Any, key: str) -> Any:
     if value is None or holds is None:
         return value
-    if holds is float:
+    if holds in (float, INTERVAL):
         return number_of(value)
     if holds in (str, Path):
         text = str(value) if isinstance(value, (bool, int, float)) else value

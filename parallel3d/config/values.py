@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from fractions import Fraction
 from typing import Any, NamedTuple
+
+from parallel3d.errors import nearest
 
 # The effect of a key's change on a resumed run. FREE and LAYOUT keys change nothing but rounding,
 # and a LAYOUT key is reported as a change of layout. A REPORTED key changes the next steps. A
@@ -40,8 +43,9 @@ def key(
         choices: the allowed words; None allows all.
         list_of: words that may be given instead of a choice, alone or several as a list or text;
             RANKS allows numbers of ranks, and None no list.
-        holds: `Path` for text that is a path, a type such as dict[str, float] for values in braces,
-            and None for other keys.
+        holds: `Path` for text that is a path, INTERVAL for a number of steps that may also be a
+            time or auto, a type such as dict[str, float] for values in braces, and None for other
+            keys.
         minimum, maximum: inclusive limits; None for no limit.
         above, below: exclusive limits; None for no limit.
         resume: whether a resumed run may change the key (FREE, LAYOUT, REPORTED or REFUSED); None
@@ -204,3 +208,45 @@ def number_of_tokens(typed: Any) -> int:
     except (ValueError, ZeroDivisionError):
         return -1
     return int(number) if number.denominator == 1 and number < 2**63 else -1
+
+
+# Intervals between checkpoints: a number of steps, a time such as 10min, or auto.
+
+INTERVAL = "interval"  # `Key.holds` of a key whose value is such an interval
+UNITS = {"s": 1, "min": 60, "h": 3600}
+LONGEST_S = 10**9
+_TIME = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)(s|min|h)", re.ASCII)
+_ANY_TIME = re.compile(r"(\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})\s*([a-z]*)\.?", re.ASCII)
+
+
+def seconds_of(interval: Any) -> float | None:
+    """Returns the seconds of a time such as 10min, 90s or 1.5h, or None for anything else."""
+    found = _TIME.fullmatch(interval) if isinstance(interval, str) else None
+    return None if found is None else float(found[1]) * UNITS[found[2]]
+
+
+def nearest_interval(given: str, default: Any) -> Any:
+    """Returns `given` itself if it is `auto` or a time that can be waited for, else what is near.
+
+    `10 minutes` is near 10min, and `500 steps` is near the number 500.
+    """
+    seconds = seconds_of(given)
+    if given == AUTO or (seconds is not None and 1 <= seconds <= LONGEST_S):
+        return given
+    text = given.strip().lower()
+    typed = _ANY_TIME.fullmatch(text)
+    if typed is None:
+        return nearest(text, (AUTO,)) or default
+    number, unit = float(typed[1]), typed[2]
+    if unit in ("", "steps", "step"):
+        return int(number)
+    if unit.startswith("d"):  # days
+        number, unit = 24 * number, "h"
+    elif unit == "ms":
+        number, unit = number / 1000, "s"
+    unit = next((name for name in UNITS if unit[0] == name[0]), None)
+    if unit is None:
+        return default
+    if number * UNITS[unit] <= 2:
+        return f"{max(1, round(number * UNITS[unit]))}s"
+    return f"{min(round(number, 2), LONGEST_S // UNITS[unit]):.12g}{unit}"

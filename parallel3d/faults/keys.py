@@ -50,6 +50,12 @@ class RecoveryConfig:
         "report a loss above this multiple of the median of the last 50 steps; 0: never",
         minimum=0,
     )
+    node_days: float = key(
+        264.0,
+        "days between two failures of one node, by which checkpoint.every=auto expects those of "
+        "the run until it has had three; 264 is that of Llama 3 on 2,048 nodes",
+        above=0,
+    )
     drift_every: int = key(
         100,
         "steps between checks, by a hash, that replicas have equal parameters; 0: never",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from parallel3d.loop.rank_run import RankRun
@@ -15,14 +16,25 @@ class Checkpointing(StepHook):
 
     run: RankRun
 
+    def before_run(self) -> None:
+        """Starts the clock of saves by time."""
+        if self.run.save_clock is not None:
+            self.run.save_clock.begin()
+
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Saves if a checkpoint is due."""
-        run, is_due = self.run, self.run.checkpoints.is_due(result.step)
+        run, checkpoints = self.run, self.run.checkpoints
+        is_due = result.save or checkpoints.is_due(result.step)
         if is_due:
             run.user_hooks.before_save(result.step)
         run.worker.phase = f"checkpoint after step {result.step}"
+        start = time.perf_counter()
         with run.trainer.step_timer.range("checkpoint"), run.spent("checkpoint"):
-            run.checkpoints.after_step(run.trainer, self._unwritten)
+            checkpoints.after_step(run.trainer, self._unwritten, by_time=result.save)
+        save_s = time.perf_counter() - start
+        if run.save_clock is not None:
+            writes = checkpoints.step_in_flight is not None
+            run.save_clock.after_step(seconds, save_s, saved=is_due, writes=writes)
         if is_due:
             run.user_hooks.after_save(result.step)
 

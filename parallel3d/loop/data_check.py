@@ -48,5 +48,6 @@ class DataCheck(StepHook):
     def after_step(self, result: StepResult, seconds: float) -> None:
         """Checks the files if a checkpoint or an evaluation is due, or if the run stops."""
         run, step = self.run, result.step
-        if result.stop or run.evaluates_after(step) or run.checkpoints.is_due(step):
+        asked = result.stop or result.save
+        if asked or run.evaluates_after(step) or run.checkpoints.is_due(step):
             self.check(step)

@@ -23,7 +23,7 @@ def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> 
     """Warns of toy defaults and of a job that saves nothing, and calls `log_choices`."""
     if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
         print_line(sentence)
-    saves = config.train.eval_only or config.checkpoint.every > 0
+    saves = config.train.eval_only or config.checkpoint.every != 0
     if not saves and "SLURM_JOB_ID" in os.environ:
         print_line(
             "checkpoint.every=0 saves nothing, so a time limit or preemption of this Slurm job "

@@ -68,6 +68,7 @@ def make_trainer(
     corpus: Corpus | Blend,
     sets: Mapping[str, Corpus],
     stop_requested: Callable[[], bool],
+    save_requested: Callable[[], bool],
     optimizer: OptimizerFactory | None = None,
 ) -> Trainer:
     """Creates the trainer, with the corpus and the samples of the validation sets."""
@@ -90,5 +91,6 @@ def make_trainer(
         token_bytes=sizes,
         valid_files=files,
         stop_requested=stop_requested,
+        save_requested=save_requested,
         optimizer=optimizer,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from parallel3d.build import Trainer
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.loop.save_clock import SaveClock
 from parallel3d.loop.user_hooks import UserHooks
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.run.launch import Worker
@@ -22,6 +23,8 @@ class RankRun:
         recorder: the writer of metrics on rank 0; None on other ranks.
         user_hooks: the hooks of a user's script; none for `parallel3d train`.
         first, last: the first and the last step since the run was last started or resumed.
+        save_clock: says on rank 0 when to save by time; None on other ranks, and if the number of
+            steps says it.
     """
 
     trainer: Trainer
@@ -31,6 +34,7 @@ class RankRun:
     user_hooks: UserHooks
     first: int
     last: int
+    save_clock: SaveClock | None = None
 
     @contextmanager
     def spent(self, part: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 from array import array
 from collections.abc import Mapping
@@ -123,6 +124,29 @@ def goodput(starts: list[Start], steps_s: float, now: float | None = None) -> Go
     }
     seconds["other"] = max(0.0, wall - sum(seconds.values()))
     return Goodput(len(starts), wall, seconds)
+
+
+class Failures(NamedTuple):
+    """The failures of a run over all its starts.
+
+    Attributes:
+        count: number of starts that had to repeat steps, because an earlier one had failed.
+        rank_s: seconds in which the starts trained, times their numbers of ranks.
+    """
+
+    count: int
+    rank_s: float
+
+
+def failures_of(starts: list[Start]) -> Failures:
+    """Returns the failures of a run; a start that a signal stopped has saved, and is none."""
+    rank_s = 0.0
+    for start, after in itertools.zip_longest(starts, starts[1:]):
+        end = start.account if after is None else after.begun - after.between_s
+        layout = start.line.get("layout")
+        ranks = layout.get("world_size") if isinstance(layout, Mapping) else None
+        rank_s += max(0.0, end - start.at) * (ranks if isinstance(ranks, int) else 1)
+    return Failures(sum(start.lost_s > 0 for start in starts[1:]), rank_s)
 
 
 def seconds_of(row: Mapping[str, Any]) -> float:

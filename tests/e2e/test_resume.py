@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from parallel3d.checkpoint.manifest import step_of
+from parallel3d.checkpoint.manifest import list_checkpoints, step_of
 from parallel3d.checkpoint.storage import read_full
 from tests.corpora import pair
 from tests.e2e.command import DEVICE, PARALLEL3D, TINY, Ended, Shell, wait_for
@@ -63,6 +64,28 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 5] ^= 4
     path.write_bytes(content)
+
+
+@pytest.mark.nightly
+def test_auto_says_which_interval_it_chose_and_changes_no_bit(shell: Shell) -> None:
+    """The run is stopped in between, and its next start measures again."""
+    runs, words = shell.cwd / "runs", ("dp=2", "tp=1", "zero=1", "optim.lr_decay_steps=30")
+    whole = train(shell, "run=whole", *words, "train.steps=30", "checkpoint.every=0")
+    assert whole.code == 0, whole
+    auto = (*words, "run=mine", "checkpoint.every=auto", "checkpoint.async=false")
+    for steps, saves in ((16, [10, 16]), (30, [16, 26, 30])):
+        ended = train(shell, *auto, f"train.steps={steps}")
+        assert ended.code == 0, ended
+        (line,) = (line for line in said(ended) if "checkpoint.every=auto" in line)
+        assert re.search(
+            r"auto: a checkpoint every [\d.]+ (s|min|h), about [\d,]+ steps?, because a save "
+            r"delays training by [\d.]+ m?s and one node fails every 264 days "
+            r"\(recovery.node_days=264.0\)",
+            line,
+        ), line
+        assert [*map(step_of, reversed(list_checkpoints(runs / "mine")))] == saves
+    assert curve(runs / "mine") == curve(runs / "whole")
+    assert final_weights(runs / "mine") == final_weights(runs / "whole")
 
 
 @pytest.mark.nightly

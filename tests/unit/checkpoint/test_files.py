@@ -28,6 +28,7 @@ from parallel3d.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
     step_folder,
+    step_of,
     write_manifest,
 )
 from parallel3d.checkpoint.saver import (
@@ -298,6 +299,17 @@ def test_kept_are_the_last_few_and_every_nth(tmp_path: Path) -> None:
     for step in range(2, 11, 2):
         assert save(saver, step) == SaveResult()
     assert names(tmp_path) == ["latest", *(step_folder(step) for step in (4, 8, 10))]
+
+
+def test_with_saves_by_time_the_first_from_each_multiple_is_kept() -> None:
+    """Every save removes what has expired, so the rule is applied again and again."""
+    settings = CheckpointConfig(every="10min", keep=1, keep_every=100)
+    there: list[int] = []
+    for step in (40, 95, 105, 130, 180, 310, 320, 400, 410, 999):
+        there = [step, *there]
+        gone = {step_of(p) for p in expired([Path(step_folder(s)) for s in there], settings)}
+        there = [step for step in there if step not in gone]
+    assert there == [999, 400, 310, 105]
 
 
 @pytest.mark.parametrize("place", ["write", "fsync", "manifest", "rename"])

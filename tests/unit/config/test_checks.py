@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from parallel3d.config.fields import all_keys
+from parallel3d.config.values import INTERVAL
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import parts_of
@@ -75,6 +76,15 @@ def stages(given: dict[Any, Any]) -> dict[str, Any]:
 
 BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     # checks of one key at a time
+    ({"checkpoint.every": -1}, None, ["checkpoint.every=-1", "nearest is checkpoint.every=0"]),
+    ({"checkpoint.every": "10m"}, None, ["=10m must be", "nearest is checkpoint.every=10min"]),
+    ({"checkpoint.every": "autp"}, None, ["10min, 90s or 2h", "nearest is checkpoint.every=auto"]),
+    (
+        {"checkpoint.every": None},
+        None,
+        ["checkpoint.every=null", "nearest is checkpoint.every=500"],
+    ),
+    ({"recovery.node_days": 0}, None, ["recovery.node_days=0", "above 0"]),
     ({"tp": 0}, None, ["tp=0", "at least 1", "nearest is tp=1"]),
     ({"tp": "two"}, None, ["tp=two", "whole number", "nearest is tp=1"]),
     ({"tp": 2.0}, None, ["tp=2.0", "whole number"]),
@@ -715,12 +725,14 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
         if "nearest" not in sentence or world_size is True:
             continue
         advice = sentence.rpartition("nearest")[2]
-        for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|[\d.]+\d|\d|[a-z]\w*)", advice):
+        for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|\d+min|[\d.]+\d|\d|[a-z]\w*)", advice):
             key = all_keys(Config)[name if name in all_keys(Config) else f"{name}.name"]
             if key.name == "data.name" or "schedule.file" in changes:
                 continue  # the key is also given otherwise, or another file is
             typed = None
-            if value != "null":
+            if key.holds == INTERVAL:
+                typed = int(value) if value.isdigit() else value
+            elif value != "null":
                 typed = value == "true" if key.kind is bool else key.kind(value)
             fixed = config(**{**changes, key.name: typed})
             check_config(fixed, world_size)
