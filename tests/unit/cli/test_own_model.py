@@ -102,6 +102,10 @@ class OfDicts(p3d.Model):
     def __init__(self, hidden: dict[str, int]):
         pass
 
+class Misspelled(p3d.Model):
+    def __init__(self, hidden: Integer):
+        pass
+
 class Other:
     pass
 
@@ -184,6 +188,10 @@ BAD = [
     ([f"+{TARGET}"], "can be neither added nor deleted"),
     ([f"model._target_={MODULE}.Untyped"], "the field hidden has no type"),
     ([f"model._target_={MODULE}.OfDicts"], "the field hidden has the type dict"),
+    (
+        [f"model._target_={MODULE}.Misspelled"],
+        "its fields cannot be read: NameError: name 'Integer' is not defined",
+    ),
 ]
 BAD_VALUES = [
     ([TARGET, "model.hidden=1.5"], "model.hidden=1.5: model.hidden must be a whole number"),
@@ -325,6 +333,10 @@ BAD_SCRIPTS = [
     (lambda cls: functools.partial(cls, hiden=3), "unexpected keyword argument 'hiden'; fields of"),
     (lambda cls: functools.partial(cls, hidden="x"), "model.hidden=x must be a whole number"),
     (lambda cls: cls(hidden=2.5), "model.hidden=2.5 must be a whole number"),
+    (
+        lambda cls: sys.modules[cls.__module__].Untyped(3),
+        "a Untyped has no attribute hidden, where this field's value would be; make Untyped a data",
+    ),
 ]
 
 
