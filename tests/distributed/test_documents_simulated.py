@@ -58,32 +58,43 @@ def documents(device: torch.device) -> Documents:
     return documents_of(samples, range(len(samples)), device)
 
 
+def sinks_of(dtype: torch.dtype, has_sinks: bool) -> list[torch.Tensor]:
+    """Returns the sinks of four heads in `dtype`, or nothing."""
+    return [torch.linspace(-1, 2, 4, dtype=dtype)] if has_sinks else []
+
+
 def attended(
-    device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_heads: int,
+    head_dim: int,
+    has_sinks: bool = False,
 ) -> tuple[list[torch.Tensor], list[str], list[str]]:
     """Returns the result and the gradients, the kernels of attention, and the waits of the host."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(len(BEGINS), n, LENGTH, head_dim) for n in (4, kv_heads, kv_heads, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    inputs += sinks_of(torch.float32, has_sinks)
     leaves = [t.to(device).requires_grad_() for t in inputs]
     of_device, grad, kernels = documents(device), grad.to(device), Attention()
     this_machine().observers.append(kernels)
     try:
         with waits() as waited:
-            out = attend_within(*leaves, of_device)
+            sinks = leaves[3] if has_sinks else None
+            out = attend_within(*leaves[:3], of_device, sinks=sinks)
             found = [out, *torch.autograd.grad(out, leaves, grad)]
     finally:
         this_machine().observers.remove(kernels)
     return [t.detach().cpu() for t in found], kernels.found, waited
 
 
-def half_precision_is_one_kernel(dtype: torch.dtype, kv_heads: int) -> None:
+def half_precision_is_one_kernel(dtype: torch.dtype, kv_heads: int, has_sinks: bool) -> None:
     """The first call with a head size also tries the kernel, so the second call is counted."""
-    attended(here(), dtype, kv_heads, 8)
-    ours, kernels, waited = attended(here(), dtype, kv_heads, 8)
-    theirs = explicit(dtype, kv_heads, 8)
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.dtype == dtype
+    attended(here(), dtype, kv_heads, 8, has_sinks)
+    ours, kernels, waited = attended(here(), dtype, kv_heads, 8, has_sinks)
+    theirs = explicit(dtype, kv_heads, 8, has_sinks)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.dtype == (dtype if i < 4 else torch.float32)
         torch.testing.assert_close(a.double(), b, rtol=0.02, atol=0.02)
     assert kernels == [FLASH, FLASH_BACKWARD] and not waited
 
@@ -103,28 +114,32 @@ def other_types_are_a_call_for_each_document(
     assert kernels == [FLASH] * calls and not waited
 
 
-def explicit(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+def explicit(
+    dtype: torch.dtype, kv_heads: int, head_dim: int, has_sinks: bool = False
+) -> list[torch.Tensor]:
     """Computes the expected result with a mask of the whole square, in fp64 on the host."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(len(BEGINS), n, LENGTH, head_dim) for n in (4, kv_heads, kv_heads, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(dtype).double() for s in shapes)
-    leaves = [t.requires_grad_() for t in inputs]
-    q, k, v = leaves
+    leaves = [t.requires_grad_() for t in (*inputs, *sinks_of(torch.float64, has_sinks))]
+    q, k, v, *sinks = leaves
     k, v = (t.repeat_interleave(4 // kv_heads, 1) for t in (k, v))
     seen = torch.zeros(len(BEGINS), 1, LENGTH, LENGTH, dtype=torch.bool)
     for i, lengths in enumerate(LENGTHS):
         squares = [torch.ones(n, n, dtype=torch.bool).tril() for n in lengths]
         seen[i, 0] = torch.block_diag(*squares)
     scores = (q @ k.mT / head_dim**0.5).masked_fill(~seen, -torch.inf)
-    out = scores.softmax(-1) @ v
+    further = [x.view(-1, 1, 1).expand(*scores.shape[:-1], 1) for x in sinks]
+    out = torch.cat((scores, *further), -1).softmax(-1)[..., :LENGTH] @ v
     return [t.detach() for t in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.bfloat16, 4), (torch.float16, 2)], ids=str)
 def test_half_precision_is_one_kernel(
-    dtype: torch.dtype, kv_heads: int, simulated: SimulatedPool
+    dtype: torch.dtype, kv_heads: int, has_sinks: bool, simulated: SimulatedPool
 ) -> None:
-    simulated.run(1, half_precision_is_one_kernel, dtype, kv_heads)
+    simulated.run(1, half_precision_is_one_kernel, dtype, kv_heads, has_sinks)
 
 
 @pytest.mark.parametrize(
