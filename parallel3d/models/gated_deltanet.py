@@ -24,7 +24,7 @@ from parallel3d.context_parallel.states import tokens_before
 from parallel3d.device.fused import fused
 from parallel3d.models.checkpointing import checkpoint_up_to_linear
 from parallel3d.models.convolution import causal_convolution
-from parallel3d.models.declared import LayerKind
+from parallel3d.models.declared import DELTA_CHUNK, LayerKind
 from parallel3d.models.delta_rule import delta_output, delta_rule
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
@@ -186,7 +186,8 @@ class DeltaState:
         places = torch.arange(first, first + x.shape[1], device=x.device)
         q, k, v = mixer.heads(convolved, places, mixer.conv.weight)
         g, beta = mixer.rates(a, b)
-        y, self.state = delta_rule(q, k, v, g, beta, self.state)
+        chunk = min(DELTA_CHUNK, x.shape[1])
+        y, self.state = delta_rule(q, k, v, g, beta, self.state, chunk=chunk)
         return mixer.out(mixer.norm(y, z))
 
 

@@ -167,6 +167,15 @@ DIFFERENTIATED = Seam("context_parallel.document_attention:differentiate_block")
 RECOMPUTED = Seam("models.checkpointing:recomputed")
 COMPILED = Seam("models.transformer:compile_blocks")
 
+# Gated DeltaNet
+CONVOLUTION = Seam("models.gated_deltanet:causal_convolution")
+DELTA_RULE = Seam("models.gated_deltanet:delta_output")
+CHUNKS = Seam("models.delta_rule:Chunks.__init__")
+RATES = Seam("models.gated_deltanet:Rates.forward")
+LENGTH = Seam("models.gated_deltanet:with_length")
+GATED_NORM = Seam("models.gated_deltanet:GatedNorm.forward")
+DECODED = Seam("models.gated_deltanet:DeltaState.step")
+
 # Experts
 ROUTER = Seam("experts.router:Router.forward")
 SCORES = Seam("experts.router:scores_of")

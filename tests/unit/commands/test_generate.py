@@ -84,6 +84,13 @@ GATED = dataclasses.replace(
 SINKS = dataclasses.replace(
     QWEN3, attention_sinks=True, layer_types=["sliding", "full"], sliding_window=4
 )
+DELTA = dataclasses.replace(
+    LLAMA,
+    layer_types=["gated_deltanet", "full"],
+    delta_key_heads=1,
+    delta_value_heads=2,
+    delta_key_size=5,
+)
 
 
 def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
@@ -111,10 +118,10 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "model",
-    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE, GATED, SINKS],
+    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE, GATED, SINKS, DELTA],
     ids=[
         *("gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2", "longrope"),
-        *("gate", "sinks"),
+        *("gate", "sinks", "deltanet"),
     ],
 )
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
