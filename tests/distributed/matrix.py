@@ -467,10 +467,11 @@ LARGE = [
 # A variety of RoPE is another table of angles, one of windows another mask, one of a router another
 # number for each expert, one of experts another formula, and each is computed in one place.
 # What cuts sequences or heads may meet it, and so may the number of a layer in its stage, which is
-# of chunks and stages; the rest hardly.
+# of chunks and stages; the rest hardly. Gated DeltaNet has trainings of its own besides
+# (test_gated_deltanet).
 VARIETIES = [
     *(("positions", level) for level in FACTORS["positions"] if level not in ("rope", *UNROTATED)),
-    *(("layer types", level) for level in ("two of three", "nope", "nope in windows")),
+    *(("layer types", level) for level in ("two of three", "nope", "nope in windows", "delta")),
     *(("router", level) for level in ("unnormalised", "groups")),
     ("gpt-oss", True),
 ]
