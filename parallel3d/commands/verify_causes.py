@@ -228,7 +228,7 @@ def _drawing(part: str, module: nn.Module) -> str:
         why = f"{_listed(dropouts)} draws from the generator of the process"
     return (
         f"{part} returns other values when it is called twice with the same samples: {why}, which "
-        "differs between layouts and in a recomputed forward; use "
+        "differs between layouts; use "
         "parallel.dropout(name, p), which is called as module(x, inputs)"
     )
 

@@ -177,7 +177,8 @@ def _of_pass(done: Pass, work: OwnWork, c: Constants) -> Any:
     for call in done.attentions:
         rate = attention_rate(work, c) * work.software(c, "flash")
         moved = move(work, c, np.array([call.count * call.nbytes]))
-        found = found + np.maximum(call.flops / rate, moved) + 3e-6 * c["gemm.gap_us"]
+        found = found + np.maximum(call.flops / rate, moved)
+        found = found + 3e-6 * c["gemm.gap_us"] * call.count
     for sent in done.sent:
         ranks, nbytes = np.array([float(sent.ranks)]), np.array([sent.nbytes])
         if sent.op == "all_reduce":

@@ -26,14 +26,15 @@ from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import EQUAL_BITS
 
 
-def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def recomputed(function: Callable[..., Any], *args: Any, draws: bool = False) -> Any:
     """Returns `function(*args)`, and keeps only the tensors in `args` for the backward.
 
-    No generator state is restored, because dropout masks use none (`models/dropout.py`).
+    `draws`: whether the function may draw from PyTorch's generators, whose states are then restored
+    for the repetition. The transformer's dropout masks use none (`models/dropout.py`).
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
 
 
 def checkpoint_up_to_linear(

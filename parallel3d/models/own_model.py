@@ -300,13 +300,18 @@ def own_config(
 
 
 class OwnValues(Initializer):
-    """Holds the initial values of the parameters that a rank's parts were built with."""
+    """Holds the initial values of the parameters that a rank's parts were built with.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    `computes_in` is the compute dtype, which floating buffers have.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, computes_in: torch.dtype) -> None:
         super().__init__(0, dtype, device, deferred=True)
+        object.__setattr__(self, "computes_in", computes_in)
         object.__setattr__(self, "held", dict[ParameterSpec, Tensor]())
 
     held: dict[ParameterSpec, Tensor]
+    computes_in: torch.dtype
 
     def fill_rows(self, spec: ParameterSpec, first: int, out: Tensor) -> None:
         """Writes the initial values of a local parameter's rows from `first` on into `out`."""
@@ -364,7 +369,7 @@ def _without_values(parameter: nn.Parameter, values: OwnValues) -> nn.Parameter:
 
 def _on_device(buffer: Tensor, values: OwnValues) -> Tensor:
     """Returns a buffer on the device of the run, of the compute dtype if it is floating."""
-    dtype = values.dtype if buffer.is_floating_point() else buffer.dtype
+    dtype = values.computes_in if buffer.is_floating_point() else buffer.dtype
     if buffer.device.type == "meta":  # the run computes without values
         return torch.zeros(buffer.shape, dtype=dtype, device=values.device)
     return buffer.to(values.device, dtype)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +139,8 @@ class OwnStage(StageModule):
                 else nullcontext(),
             ):
                 if place < self.recomputed and not frozen:
-                    x = recomputed(lambda x, b=block, p=part: self.run_part(p, b, inputs, x=x), x)
+                    run = partial(self.run_part, part, block, inputs)
+                    x = recomputed(lambda x, run=run: run(x=x), x, draws=True)
                 else:
                     x = self.run_part(part, block, inputs, x=x)
         if self.head is None:
@@ -171,9 +173,7 @@ class OwnStage(StageModule):
                     "not saved; leave such statistics out, as nn.GroupNorm or nn.LayerNorm in "
                     "place of nn.BatchNorm"
                 )
-        if part != HEAD:
-            _check_output(out, part, name_of(self.model))
-        return out
+        return out if part == HEAD else _checked_output(out, part, name_of(self.model))
 
     def run_loss(self, outputs: Any, inputs: LayerInputs) -> Any:
         """Returns the loss of what the head gave. Raises UserError if it changes a sample."""
@@ -207,13 +207,25 @@ def _tensors(x: Any) -> Sequence[Tensor]:
     return [value for value in (x if isinstance(x, tuple | list) else (x,)) if value is not None]
 
 
-def _check_output(out: Any, part: str, model: str) -> None:
-    values = out if isinstance(out, tuple | list) else (out,)
+def _checked_output(out: Any, part: str, model: str) -> Any:
+    """Returns a part's output as the part behind it gets it, on this or another stage.
+
+    Raises UserError if it is neither a tensor nor a tuple of several ones.
+    """
+    if isinstance(out, Tensor):
+        return out
+    values = tuple(out) if isinstance(out, tuple | list) else (out,)
     if not values or not all(isinstance(value, Tensor) for value in values):
         kinds = ", ".join(type(value).__name__ for value in values) or "nothing"
         raise UserError(
             f"{part} of {model} must return a tensor or a tuple of tensors, not {kinds}"
         )
+    if len(values) == 1:
+        raise UserError(
+            f"{part} of {model} must return a tensor or a tuple of several tensors, not a "
+            f"{type(out).__name__} of one; give back the tensor itself"
+        )
+    return values
 
 
 class OwnArchitecture(Architecture[OwnStage]):
@@ -222,8 +234,8 @@ class OwnArchitecture(Architecture[OwnStage]):
     counts_loss = True
 
     def initializer(self, blueprint: Blueprint, device: torch.device) -> OwnValues:
-        dtype = torch.promote_types(compute_dtype(blueprint.precision), torch.float32)
-        return OwnValues(dtype, device)
+        computes_in = compute_dtype(blueprint.precision)
+        return OwnValues(torch.promote_types(computes_in, torch.float32), device, computes_in)
 
     def stages_of_rank(
         self,
@@ -304,7 +316,8 @@ class OwnArchitecture(Architecture[OwnStage]):
     ) -> list[StageOutputs]:
         """Does the same as `messages` without the other ranks, on a device without values."""
         # The engine would cast the parameters to the compute dtype.
-        values = OwnValues(compute_dtype(blueprint.precision), device)
+        computes_in = compute_dtype(blueprint.precision)
+        values = OwnValues(computes_in, device, computes_in)
         sends: list[StageOutputs] = []
         x: Any = None
         for number, held in enumerate(blueprint.stages[:-1]):
@@ -394,7 +407,7 @@ def forward_flops(model: Model, inputs: LayerInputs) -> float | None:
                 alone = Parallel(SINGLE, False, 0, part)
                 module = built(model, part, alone, torch.float32, "meta").eval()
                 x = module(inputs) if part == EMBEDDING else module(x, inputs)
-    except (NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # whatever the user's code raises without values
         log.info("FLOPs are not counted, because the model needs values: %s", error)
         return None
     return float(counter.get_total_flops())

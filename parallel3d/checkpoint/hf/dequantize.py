@@ -167,11 +167,11 @@ def _fp8_tensor(
     name = key + SCALE
     shape = _checked(folder, where, key, ("F8_E4M3",))
     scale = _checked(folder, where, name, _SCALE_TYPES)
-    block = quantization.block or (max(1, *shape[-2:]),) * 2
     if len(shape) < 2:
         raise UserError(
             f"from={folder}: {plain(key)} in fp8 has shape {shape}: it must be a matrix"
         )
+    block = quantization.block or (max(1, *shape[-2:]),) * 2
     grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
     if scale != grid and not (prod(grid) == prod(scale) == 1 and quantization.block is None):
         raise UserError(

@@ -186,6 +186,17 @@ def test_an_import_of_fp8_is_proven_and_exported_without_quantization(
     assert all_equal(exported, {key: value.float() for key, value in plain.items()})
 
 
+def test_a_number_in_fp8_is_refused_by_its_name() -> None:
+    there = {"a.weight": torch.ones(()).to(FP8), "a.weight_scale_inv": torch.ones(())}
+    save_file(there, "one.safetensors")
+    with safe_open("one.safetensors", "pt") as file:
+        where = dict.fromkeys(there, file)
+        with pytest.raises(
+            UserError, match=r"a\.weight in fp8 has shape \(\): it must be a matrix"
+        ):
+            dequantized(Path("hf"), where, Quantization("fp8"))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("changes", "said"),
