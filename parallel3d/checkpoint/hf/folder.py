@@ -132,8 +132,9 @@ def export_hf(
     names = {t.name: t.name for t in tensors}
     whole = None if others is None else whole_model(others)
     if whole is not None:
-        layout = int(WRAPPERS[whole].newer or any(name.startswith("model.") for name in rest))
-        names = {name: spellings(name, wrapped=True)[layout] for name in names}
+        kind = hf_kind(model, like)
+        newer = any(name.startswith("model.") for name in rest)
+        names = {name: spellings(name, kind, wrapped=True)[-1 if newer else 0] for name in names}
     shards = _shards(tensors, dtype, shard_bytes, extra=others is not None)
     try:
         with new_folder(folder) as partial:
@@ -358,9 +359,9 @@ def _has_own_head(
     """Returns whether the files hold a head that differs from the embedding in any element."""
     with ExitStack() as stack:
         where = _tensors(folder, stack, quantization)
-        names = spellings(EMBEDDINGS[kind], wrapped=wrapped)
+        names = spellings(EMBEDDINGS[kind], kind, wrapped=wrapped)
         embedding = next((k for k in names if k in where), None)
-        head = next((k for k in spellings(HEAD, wrapped=wrapped) if k in where), None)
+        head = next((k for k in spellings(HEAD, kind, wrapped=wrapped) if k in where), None)
         if head is None or embedding is None:
             return False
         keys = (head, embedding)
@@ -439,7 +440,7 @@ def tensors_of(
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
         wanted_shapes = {
-            key: t.shape for t in tensors for key in spellings(t.name, wrapped=wrapped)
+            key: t.shape for t in tensors for key in spellings(t.name, kind, wrapped=wrapped)
         }
         where = convolutions_apart(where, wanted_shapes)
         left_out = range(model.num_layers, model.num_layers + mtp)
@@ -666,14 +667,14 @@ def _match(
     Tensors of the layers `left_out` are ignored.
     """
     keys: dict[str, Place] = {}
-    heads, beside = spellings(HEAD, wrapped=wrapped), FAMILIES[kind].others
+    heads, beside = spellings(HEAD, kind, wrapped=wrapped), FAMILIES[kind].others
     tied = all(tensor.name != HEAD for tensor in tensors)
     for tensor in tensors:
         may_be = places(tensor.name, kind, wrapped=wrapped)
         may_be += [Place(k) for k in heads] if tied and tensor.name == EMBEDDINGS[kind] else []
         place = next((one for one in may_be if one.key in where), None)
         if place is None:
-            why = _other_names(tensor.name, where, wrapped=wrapped)
+            why = _other_names(tensor.name, kind, where, wrapped=wrapped)
             raise UserError(f"from={folder}: there is no tensor {tensor.name}{why}")
         key, required = place.key, place.shape(tensor.shape, experts)
         there = where[key].get_slice(key)
@@ -707,9 +708,9 @@ def _match(
     return keys
 
 
-def _other_names(name: str, where: Iterable[str], *, wrapped: bool) -> str:
+def _other_names(name: str, kind: str, where: Iterable[str], *, wrapped: bool) -> str:
     """Returns which model has a missing tensor's name in the files, as the end of a sentence."""
-    other = next((key for key in spellings(name, wrapped=True) if key in where), None)
+    other = next((key for key in spellings(name, kind, wrapped=True) if key in where), None)
     if wrapped or other is None:
         return ""
     return (

@@ -176,31 +176,31 @@ def _groups(model: ModelConfig, family: Family, name: str) -> int:
     return model.key_heads if module in by_head else 1
 
 
-def spellings(name: str, *, wrapped: bool = False) -> list[str]:
-    """Returns the names that a tensor may have in a folder.
+def spellings(name: str, kind: str, *, wrapped: bool = False) -> list[str]:
+    """Returns the names that a tensor of the format `kind` may have in a folder.
 
     A folder of a bare `LlamaModel` or `GPT2Model`, such as OpenAI's GPT-2, has names without the
     prefix `model.` or `transformer.`. With `wrapped`, the model is the text part of a vision model,
-    whose names have one of two prefixes.
+    whose names have one of two prefixes; Qwen3.5 only has the newer one.
     """
     if not wrapped:
         return [name, BASE_PREFIX.sub("", name)]
-    if name == HEAD:
-        return list(TEXT_HEADS)
-    return [prefix + name.removeprefix("model.") for prefix in TEXT_PREFIXES]
+    found = [prefix + name.removeprefix("model.") for prefix in TEXT_PREFIXES]
+    found = list(TEXT_HEADS) if name == HEAD else found
+    return found[1:] if FAMILIES[kind].multimodal else found
 
 
 def places(name: str, kind: str, *, wrapped: bool = False) -> list[Place]:
     """Returns the places that a tensor of the format `kind` may have in a folder."""
-    found = [Place(key) for key in spellings(name, wrapped=wrapped)]
+    found = [Place(key) for key in spellings(name, kind, wrapped=wrapped)]
     experts, delta = FAMILIES[kind].experts, FAMILIES[kind].delta
     for other, usual in ({} if delta is None else delta.other_names).items():
         if f".{usual}." in name:
             key = name.replace(f".{usual}.", f".{other}.")
-            found += [Place(key) for key in spellings(key, wrapped=wrapped)]
+            found += [Place(key) for key in spellings(key, kind, wrapped=wrapped)]
     joined = None if experts is None or experts.joined else joined_place(name, experts)
     if joined is not None:
-        found += [joined._replace(key=key) for key in spellings(joined.key, wrapped=wrapped)]
+        found += [joined._replace(key=key) for key in spellings(joined.key, kind, wrapped=wrapped)]
     return found
 
 

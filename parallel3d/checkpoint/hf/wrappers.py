@@ -56,13 +56,11 @@ class Wrapper:
         text: model_type of the text model if text_config has none.
         tied: default of tie_word_embeddings, which ties the head to the text model's embedding.
         images: keys of the encoder, the projector and the tokens of images.
-        newer: whether every folder has the newer of the two layouts of names.
     """
 
     text: str
     tied: bool
     images: str
-    newer: bool = False
 
 
 _QWEN3_5_IMAGES = (
@@ -84,8 +82,8 @@ WRAPPERS = {
         # The class of transformers 4.36 wrote these two, and no class computes with them.
         "ignore_index vocab_size",
     ),
-    "qwen3_5": Wrapper(QWEN3_5, tied=False, images=_QWEN3_5_IMAGES, newer=True),
-    "qwen3_5_moe": Wrapper(QWEN3_5_MOE, tied=False, images=_QWEN3_5_IMAGES, newer=True),
+    "qwen3_5": Wrapper(QWEN3_5, tied=False, images=_QWEN3_5_IMAGES),
+    "qwen3_5_moe": Wrapper(QWEN3_5_MOE, tied=False, images=_QWEN3_5_IMAGES),
 }
 
 

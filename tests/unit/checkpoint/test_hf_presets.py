@@ -614,6 +614,55 @@ PUBLISHED |= {
 }
 
 
+QWEN3_5 = {  # text_config of the folder
+    "model_type": "qwen3_5_text",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
+PUBLISHED |= {
+    "qwen3_5_0_8b": QWEN3_5
+    | {"hidden_size": 1024, "intermediate_size": 3584, "linear_num_value_heads": 16}
+    | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6}
+    | {"num_attention_heads": 8, "num_hidden_layers": 24, "num_key_value_heads": 2}
+    | {"tie_word_embeddings": True},
+    "qwen3_5_9b": QWEN3_5,
+    "qwen3_5_35b_a3b": {key: QWEN3_5[key] for key in QWEN3_5 if key != "intermediate_size"}
+    | {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40}
+    | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10}
+    | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    | {"router_aux_loss_coef": 0.001, "output_router_logits": False},
+}
+
+
 OF_8B = PUBLISHED["llama3_1_8b"]
 # Folders from which the recipes for fine-tuning start.
 FOLDERS = {
@@ -626,6 +675,7 @@ FOLDERS = {
     | {"rope_scaling": OF_8B["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True},
     "qwen3_8b_sft": PUBLISHED["qwen3_8b"] | {"max_position_embeddings": 40960},
     "gemma3_4b_sft": PUBLISHED["gemma3_4b"],
+    "qwen3_5_9b_sft": PUBLISHED["qwen3_5_9b"],
     "gpt2_124m_sft": {
         **{"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
         **{"activation_function": "gelu_new", "vocab_size": 50257, "layer_norm_epsilon": 1e-5},

@@ -343,6 +343,18 @@ def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
     assert read_hf_config(Path("hf")).unread == {"logit_scale": 2.0}
 
 
+def test_the_older_names_of_tensors_are_refused_for_qwen3_5() -> None:
+    """transformers reads them as missing, so that it begins with random weights."""
+    make("qwen3_5")
+    older = {
+        key.replace("model.language_model.", "language_model.model."): tensor
+        for key, tensor in tensors_in("hf").items()
+    }
+    save_file(older, "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"there is no tensor model\.embed_tokens\.weight"):
+        checkpoint(["import", "from=hf", "run=t"])
+
+
 MTP = {
     "mtp.fc.weight": torch.arange(12.0).view(3, 4).to(torch.bfloat16),
     "mtp.layers.0.mlp.gate.weight": torch.arange(6.0).sin(),

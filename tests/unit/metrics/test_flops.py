@@ -33,6 +33,10 @@ def preset(name: str) -> ModelConfig:
         ("qwen3_8b", 8_190_735_360),
         ("qwen3_30b_a3b", 30_532_122_624),
         ("qwen3_235b_a22b", 235_093_634_560),
+        # llama.cpp reports 752.39 M, 8.95 B and 34.66 B for the text models.
+        ("qwen3_5_0_8b", 752_393_024),
+        ("qwen3_5_9b", 8_953_803_264),
+        ("qwen3_5_35b_a3b", 34_660_610_688),
         ("mixtral_8x7b", 46_702_792_704),
         ("olmoe_1b_7b", 6_919_161_856),
         ("mistral_7b", 7_241_732_096),
@@ -61,6 +65,7 @@ def test_parameter_count_equals_the_published_one(name: str, published: int) -> 
     [
         ("qwen3_30b_a3b", 3.3),
         ("qwen3_235b_a22b", 22),
+        ("qwen3_5_35b_a3b", 3 + 248320 * 2048 / 1e9),  # published without the embedding
         ("mixtral_8x7b", 12.9),
         ("olmoe_1b_7b", 1.3),
         ("dots1", 14),
