@@ -84,6 +84,7 @@ def layer_settings(config: Config) -> LayerSettings:
         cp_balance=config.context_parallel.balance,
         cp_states=config.context_parallel.states,
         attention_kernel=config.attention_kernel,
+        state_kernel=config.delta_kernel,
         dispatch=config.moe.dispatch,
     )
 

@@ -144,6 +144,7 @@ class LayerSettings:
         cp_style: how attention reads the keys of other context-parallel ranks.
         cp_balance: whether ranks of cp get equal work even if documents would make the work uneven.
         cp_states: how layers with a state read the tokens of other context-parallel ranks.
+        state_kernel: the configured kernel of layers with a state (`delta_kernel`).
         attention_kernel: the configured kernel (see `models.attention.choose_kernel`).
         dispatch: how tokens reach the experts of other ranks (`experts/route.py`).
     """
@@ -157,6 +158,7 @@ class LayerSettings:
     cp_balance: bool
     cp_states: str
     attention_kernel: str
+    state_kernel: str
     dispatch: str
 
 

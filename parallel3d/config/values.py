@@ -106,6 +106,10 @@ def padded_length(length: int, cp: int, multiple: int = 1) -> int:
     return -(-length // step) * step
 
 
+# Values of `delta_kernel`.
+TORCH, FLA = "torch", "fla"
+DELTA_KERNELS = (AUTO, TORCH, FLA)
+
 # Values of `context_parallel.states`.
 CHAIN, HEADS = "chain", "heads"
 STATE_STYLES = (AUTO, CHAIN, HEADS)

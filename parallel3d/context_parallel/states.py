@@ -27,7 +27,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.context_parallel.attention import ContextParallel
-from parallel3d.context_parallel.pieces import Pieces
+from parallel3d.context_parallel.documents import Pieces
 from parallel3d.device.fused import operator, registered
 
 

@@ -73,6 +73,7 @@ OF_TRANSFORMER = {
     "tensor_parallel.attention": ("heads", "gathers heads of the transformer's attention"),
     "mlp_chunk_tokens": (None, "cuts the transformer's MLPs"),
     "attention_kernel": (AUTO, "is the kernel of the transformer's attention"),
+    "delta_kernel": (AUTO, "is the kernel of the transformer's gated_deltanet"),
     "loss.label_smoothing": (0.0, "is part of the transformer's loss"),
     "loss.z_loss": (0.0, "is part of the transformer's loss"),
 }

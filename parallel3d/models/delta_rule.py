@@ -30,10 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.context_parallel.attention import ONE_RANK, ContextParallel
-from parallel3d.context_parallel.pieces import Pieces
+from parallel3d.context_parallel.documents import Pieces
 from parallel3d.context_parallel.states import gradients_after, states_before
 from parallel3d.device.fused import operator, registered
 from parallel3d.models.declared import DELTA_CHUNK as CHUNK
+from parallel3d.models.fla_kernel import rule_by_fla
 
 
 def delta_rule(
@@ -102,14 +103,20 @@ def delta_output(
     begins: Tensor | None = None,
     cp: ContextParallel = ONE_RANK,
     pieces: Pieces | None = None,
+    cuts: Tensor | None = None,
 ) -> Tensor:
     """Returns the output of `delta_rule` for sequences that begin here, without their states.
 
     With `pieces` the arguments are this rank's pieces (b · p, tokens of a piece, …), whose states
     come from the ranks that hold earlier pieces. The call is collective over `cp` then.
+
+    `cuts`: where documents and rows begin (`cuts_of`), for the kernel of flash-linear-attention;
+    None: the operators of torch.
     """
+    if cuts is not None and pieces is None:
+        return rule_by_fla(q, k, v, g, beta, None, cuts.tolist())[0]
     of_pieces = (None, None) if pieces is None else (pieces.order, pieces.own)
-    return _output(q, k, v, g, beta, cp.handle, begins, *of_pieces)
+    return _output(q, k, v, g, beta, cp.handle, begins, *of_pieces, cuts)
 
 
 def _forward(
@@ -122,6 +129,7 @@ def _forward(
     begins: Tensor | None,
     order: Tensor | None,
     own: Tensor | None,
+    cuts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the output and, of each piece, the state before it and its M."""
     of = Chunks(q, k, v, g, beta, begins)
@@ -129,6 +137,9 @@ def _forward(
         return of.output(of.states(of.no_state())), of.none(), of.none()
     move, add = of.transition()
     state = states_before(move, add, Pieces(order, own), registered(handle).group)
+    if cuts is not None:
+        given = within_document(state, begins)
+        return rule_by_fla(q, k, v, g, beta, given, cuts.tolist())[0].detach(), state, move
     return of.output(of.states(state)), state, move
 
 
@@ -146,6 +157,7 @@ def _backward(
     begins: Tensor | None,
     order: Tensor | None,
     own: Tensor | None,
+    cuts: Tensor | None,
 ) -> tuple[Tensor, ...]:
     of = Chunks(q, k, v, g, beta, begins)
     if order is None or own is None:
@@ -154,7 +166,22 @@ def _backward(
     none, group = torch.zeros_like(state), registered(handle).group
     add = of.gradient_before(grad, none)
     of_state = gradients_after(move, add, Pieces(order, own), group)
-    return of.gradients(grad, of_state, of.states(state))[:-1]
+    if cuts is None:
+        return of.gradients(grad, of_state, of.states(state))[:-1]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+    with torch.enable_grad():
+        given = within_document(state, begins)
+        q, k, v, g, beta = leaves
+        out, after = rule_by_fla(q, k, v, g, beta, given, cuts.tolist())
+    assert after is not None  # a state was given
+    return torch.autograd.grad((out, after), leaves, (grad, of_state))
+
+
+def within_document(state: Tensor, begins: Tensor | None) -> Tensor:
+    """Returns the states before pieces, but 0 where a document begins with the piece."""
+    if begins is None:
+        return state
+    return state.masked_fill(begins[:, 0, None, None, None], 0.0)
 
 
 def _forward_shape(
@@ -163,7 +190,7 @@ def _forward_shape(
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, heads, dk, dv = len(v), v.shape[2], k.shape[3], v.shape[3]
     out = v.new_empty(v.shape)
-    if where[-1] is None:
+    if where[-2] is None:  # the tensor `own`
         return out, v.new_empty(0, dtype=wide), v.new_empty(0, dtype=wide)
     state = v.new_empty(rows, heads, dk, dv, dtype=wide)
     return out, state, v.new_empty(rows, heads, dk, dk, dtype=wide)
@@ -374,7 +401,7 @@ class Chunks:
 _output = operator(
     "delta_rule",
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta",
-    "Tensor handle, Tensor? begins, Tensor? order, Tensor? own",
+    "Tensor handle, Tensor? begins, Tensor? order, Tensor? own, Tensor? cuts",
     _forward,
     _forward_shape,
     _backward,

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.values import AUTO, HEADS
+from parallel3d.config.values import AUTO, FLA, HEADS
 from parallel3d.context_parallel.attention import ContextParallel, to_share, to_tokens
-from parallel3d.context_parallel.documents import Documents, SequenceShard
-from parallel3d.context_parallel.pieces import Pieces
+from parallel3d.context_parallel.documents import AttentionBlocks, Documents, Pieces, SequenceShard
 from parallel3d.context_parallel.states import tokens_before
 from parallel3d.device.fused import fused
 from parallel3d.models.checkpointing import checkpoint_up_to_linear
 from parallel3d.models.convolution import causal_convolution
 from parallel3d.models.declared import DELTA_CHUNK, LayerKind
 from parallel3d.models.delta_rule import delta_output, delta_rule
+from parallel3d.models.fla_kernel import cuts_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.layers import BuildContext
@@ -49,6 +49,7 @@ class GatedDeltaNet(nn.Module):
         self.repeats = ctx.repeats
         self.cp = ContextParallel(ctx.cp)
         self.states = ctx.cp_states
+        self.kernel = ctx.delta_kernel
         self.key_size, self.value_size = model.delta_sizes
         self.inner = ColumnParallelLinear.of(part_of(held, "inner"), **ctx.linear_arguments)
         self.conv = Convolution(part_of(held, "conv"), ctx)
@@ -79,7 +80,23 @@ class GatedDeltaNet(nn.Module):
             begins = places == 0
         q, k, v = self.heads(convolved, places, self.conv.weight)
         g, beta = self.rates(a, b)
-        return self.norm(delta_output(q, k, v, g, beta, begins), z)
+        cuts = self.cuts(None if documents is None else documents.blocks, q)
+        return self.norm(delta_output(q, k, v, g, beta, begins, cuts=cuts), z)
+
+    def cuts(
+        self, blocks: AttentionBlocks | None, q: Tensor, tokens: int | None = None
+    ) -> Tensor | None:
+        """Returns where documents begin, for the kernel of fla; None for torch's operators.
+
+        `q` has rows of the rule, and `blocks` the segments of samples of `tokens` tokens each;
+        None: a row is a sample.
+        """
+        if self.kernel != FLA:
+            return None
+        rows, length = q.shape[:2]
+        if blocks is None:
+            return torch.arange(0, rows * length + 1, length)
+        return cuts_of(blocks, tokens or length, length)
 
     def mixed_across(self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents) -> Tensor:
         """Returns the heads' output (b, s, heads, width) for this rank's tokens of sequences."""
@@ -87,7 +104,7 @@ class GatedDeltaNet(nn.Module):
         assert shard is not None and shard.pieces is not None  # made when the batch was read
         if self.sends_less_by_heads(convolved, shard.pieces):
             return self.mixed_by_heads(b, a, convolved, documents, shard)
-        return self.mixed_by_chain(b, a, convolved, documents, shard.pieces)
+        return self.mixed_by_chain(b, a, convolved, documents, shard)
 
     def sends_less_by_heads(self, convolved: Tensor, pieces: Pieces) -> bool:
         """Returns whether each rank gets all tokens of some heads (`context_parallel.states`)."""
@@ -103,18 +120,22 @@ class GatedDeltaNet(nn.Module):
         return convolved.shape[1] * of_token < size * pieces.number * of_piece
 
     def mixed_by_chain(
-        self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents, pieces: Pieces
+        self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents, shard: SequenceShard
     ) -> Tensor:
         """Computes all heads of this rank's pieces of the sequences.
 
         The convolution reads the tokens before each piece, and the rule the state before it.
         """
+        pieces = shard.pieces
+        assert pieces is not None
         before = tokens_before(convolved, self.conv.weight.shape[1] - 1, self.cp, pieces)
         places = pieces.cut(documents.positions())
         x = torch.cat((before, pieces.cut(convolved)), dim=1)
         q, k, v = self.heads(x, places, self.conv.weight)
         g, beta = (pieces.cut(rate) for rate in self.rates(a, b))
-        return pieces.joined(delta_output(q, k, v, g, beta, places == 0, self.cp, pieces))
+        cuts = self.cuts(shard.blocks, q, convolved.shape[1])
+        y = delta_output(q, k, v, g, beta, places == 0, self.cp, pieces, cuts)
+        return pieces.joined(y)
 
     def mixed_by_heads(
         self, b: Tensor, a: Tensor, convolved: Tensor, documents: Documents, shard: SequenceShard
@@ -132,7 +153,7 @@ class GatedDeltaNet(nn.Module):
         places = torch.arange(starts.shape[1], device=starts.device) - starts
         q, k, v = self.heads(convolved, places, weight)
         g, beta = self.rates(a, b, group)
-        y = delta_output(q, k, v, g, beta, places == 0)
+        y = delta_output(q, k, v, g, beta, places == 0, cuts=self.cuts(documents.blocks, q))
         return to_tokens(y.transpose(1, 2), self.cp, shard).transpose(1, 2)
 
     def parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

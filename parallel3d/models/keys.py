@@ -9,6 +9,8 @@ from parallel3d.config.conflicts import Conflict, Matches, NoneOf, OneOf
 from parallel3d.config.values import (
     AUTO,
     CUDNN,
+    DELTA_KERNELS,
+    FLA,
     FLASH,
     FREE,
     HALF_PRECISION,
@@ -17,6 +19,7 @@ from parallel3d.config.values import (
     PACKAGES,
     REFUSED,
     REPORTED,
+    TORCH,
     key,
 )
 from parallel3d.experts.keys import ExpertKeys
@@ -398,7 +401,7 @@ class LayerKeys:
 
 @dataclass
 class AttentionKeys:
-    """The attention kernel."""
+    """The kernels of attention and of gated DeltaNet."""
 
     attention_kernel: str = key(
         AUTO,
@@ -407,6 +410,15 @@ class AttentionKeys:
         "193893); math materialises the scores; fa3, fa4: FlashAttention 3 or 4 if installed; "
         "training with model.dropout does not use the kernel",
         choices=KERNELS,
+        resume=FREE,
+    )
+    delta_kernel: str = key(
+        AUTO,
+        "kernel of gated_deltanet; torch: PyTorch's operators, in any precision; fla: the package "
+        "flash-linear-attention, in bf16 and fp16 on a GPU, after a small forward and backward has "
+        "agreed with torch; auto: fla if it is installed and agrees, else torch, and torch "
+        "with compile=true or deterministic=true",
+        choices=DELTA_KERNELS,
         resume=FREE,
     )
 
@@ -476,6 +488,26 @@ CONFLICTS = (
         },
         "{attention_kernel} only takes bf16 and fp16 on GPUs, but {precision.name}",
         (("attention_kernel", AUTO), ("precision.name", "bf16")),
+    ),
+    Conflict(
+        {"delta_kernel": OneOf(FLA), "device": OneOf("cpu")},
+        "{delta_kernel} is a kernel of GPUs, but {device} has torch",
+        (("delta_kernel", TORCH),),
+    ),
+    Conflict(
+        {"delta_kernel": OneOf(FLA), "precision.name": NoneOf(*HALF_PRECISION)},
+        "{delta_kernel} only takes bf16 and fp16, but {precision.name}",
+        (("delta_kernel", TORCH), ("precision.name", "bf16")),
+    ),
+    Conflict(
+        {"delta_kernel": OneOf(FLA), "deterministic": OneOf(True)},
+        "{delta_kernel} adds in an order that changes from run to run, but {deterministic}",
+        (("delta_kernel", TORCH), ("deterministic", False)),
+    ),
+    Conflict(
+        {"delta_kernel": OneOf(FLA), "compile": OneOf(True)},
+        "{delta_kernel} calls kernels that the compiler cannot enter, but {compile}",
+        (("delta_kernel", TORCH), ("compile", False)),
     ),
     Conflict(
         {"attention_kernel": OneOf(CUDNN), "model.sliding_window": NoneOf(None)},

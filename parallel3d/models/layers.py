@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.batch_overlap import BatchOverlap
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.values import AUTO
+from parallel3d.config.values import AUTO, TORCH
 from parallel3d.data_parallel.pending_gathers import PendingGathers
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
 from parallel3d.models.declared import offset_of
+from parallel3d.models.delta_kernel import choose_delta_kernel
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.ops import Heads, add_rms_norm, gain_of, heads_of, rms_norm
@@ -44,6 +45,7 @@ class BuildContext:
     mlp_chunks: int = 1  # number of pieces in which a recomputed MLP runs
     gather_qk: bool = False  # whether q and k are all-gathered over tp (`Attention.project`)
     attention_kernel: str = AUTO  # the result of `choose_kernel`
+    delta_kernel: str = TORCH  # the result of `choose_delta_kernel`
     cp: Group = SINGLE
     cp_style: str = "gather"
     cp_states: str = AUTO
@@ -80,6 +82,7 @@ class BuildContext:
             layer.mlp_chunks,
             gather_qk=layer.gather_qk,
             attention_kernel=choose_kernel(blueprint, init.device),
+            delta_kernel=choose_delta_kernel(blueprint, init.device),
             cp=cp,
             cp_style=layer.cp_style,
             cp_states=layer.cp_states,

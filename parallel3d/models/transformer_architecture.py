@@ -18,6 +18,7 @@ from parallel3d.device.precision import compute_dtype
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.architecture import Architecture
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
+from parallel3d.models.delta_kernel import torch_form_instead
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.flops import FLOPS_FORMULA, TrainedShares, flops_per_token
 from parallel3d.models.keys import ModelConfig
@@ -128,3 +129,5 @@ class TransformerArchitecture(Architecture[Stage]):
                 "attention_kernel=auto excludes cuDNN: PyTorch issue 193893 reports wrong results "
                 f"on this GPU with fewer than {LEAST_KV_HEADS} key-value heads"
             )
+        if (why := torch_form_instead(blueprint, device)) is not None:
+            yield f"delta_kernel=auto takes the torch form of gated DeltaNet: {why}"
