@@ -52,6 +52,7 @@ from parallel3d.checkpoint.hf.rope import (
 )
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError, nearest_hint
+from parallel3d.models.dialect import GATED_DELTANET
 from parallel3d.models.keys import ModelConfig
 
 # Each row holds our key, the key of all families but GPT-2, and the key of GPT-2.
@@ -78,6 +79,8 @@ WHY = {"attn_logit_softcapping": ", as no attention kernel of parallel3d caps th
 _DENSE = (QWEN3, QWEN2, *(kind for kind in DENSE if kind not in (QWEN3, QWEN2, GPT2)))
 EOS = "eos_token_id"
 TYPE = "model_type"
+# Not of config.json: names in a layer of tensors that stay in fp32 in a run, but not in the folder.
+NARROW = "tensors of 16 bits"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Keys that describe the file, other heads, or what a call returns, and not the model.
@@ -142,7 +145,9 @@ def hf_kind(model: ModelConfig, like: str | None = None) -> str:
     if position == "rope" and model.num_experts:
         kind, by = _kind_with_experts(model)
     elif position == "rope":
-        kind, by = min(_DENSE, key=lambda name: len(_contradictions(model, name))), ""
+        recurs = GATED_DELTANET in model.layer_types
+        kinds = [name for name in _DENSE if FAMILIES[name].delta is not None or not recurs]
+        kind, by = min(kinds, key=lambda name: len(_contradictions(model, name))), ""
     which = f"which {by} selects" if by else "the nearest one"
     title = FAMILIES[kind].title
     for key, value, allowed in _contradictions(model, kind):
@@ -365,6 +370,9 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         kept |= {key: config[key] for key in family.kept if key in config}
         if family.multimodal:
             kept |= kept_rope(config)
+        narrow = config.get(NARROW)
+        if isinstance(narrow, list) and all(isinstance(name, str) for name in narrow):
+            kept[NARROW] = narrow
     return kept
 
 

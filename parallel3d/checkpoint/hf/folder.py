@@ -24,6 +24,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import (
     EOS,
+    NARROW,
     POSITIONS,
     TOKENS,
     TYPE,
@@ -40,6 +41,7 @@ from parallel3d.checkpoint.hf.names import (
     BASE_PREFIX,
     EMBEDDINGS,
     HEAD,
+    LAYER_PREFIX,
     HFTensor,
     hf_tensors,
     is_of_text,
@@ -121,7 +123,11 @@ def export_hf(
             is not empty, or it cannot be written.
     """
     like = (kept or {}).get(TYPE)
-    tensors = hf_tensors(model, hf_kind(model, like))
+    narrow = (kept or {}).get(NARROW, [])
+    tensors = [
+        dataclasses.replace(t, wide=t.wide and _in_layer(t.name) not in narrow)
+        for t in hf_tensors(model, hf_kind(model, like))
+    ]
     begin = end_of_text if begin_of_text is None else begin_of_text
     texts = _configs(model, dtype, end_of_text, begin, kept or {}, ends, others)
     texts |= {} if others is None else kept_files(others)
@@ -289,6 +295,7 @@ def read_hf_config(folder: Path) -> HFFolder:
         check_fields(dataclasses.replace(Config(), model=model))
         check_experts(model)
         kept, family = kept_keys(config), FAMILIES[kind]
+        kept.pop(NARROW, None)
         mtp, notices = mtp_layers(config, family), notices_of(config, family)
     except UserError as error:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
@@ -312,6 +319,8 @@ def read_hf_config(folder: Path) -> HFFolder:
         )
     if quantization is not None:
         notices += (quantization.notice,)
+    if family.delta is not None:
+        kept |= _narrow(folder, model, kind)
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped, quantization)
     if untied:
         keys["tie_embeddings"] = False
@@ -346,6 +355,26 @@ def _has_text_alone(folder: Path) -> bool:
     with ExitStack() as stack:
         names = {*_tensors(folder, stack)} - {HEAD}
     return any(LAYER.match(name) for name in names) and not any(map(is_of_text, names))
+
+
+def _in_layer(name: str) -> str:
+    """Returns the part of a tensor's name that is the same in all layers."""
+    return name.partition(LAYER_PREFIX)[2].partition(".")[2]
+
+
+def _narrow(folder: Path, model: ModelConfig, kind: str) -> dict[str, list[str]]:
+    """Returns the key `NARROW` if any tensor has 16 bits in the files, but not in a run."""
+    with ExitStack() as stack:
+        where = _tensors(folder, stack)
+        check_layers(model, len(where), f"from={folder}: {CONFIG}")
+        wide = {_in_layer(tensor.name) for tensor in hf_tensors(model, kind) if tensor.wide}
+        types: dict[str, set[str]] = {}
+        for key in where:
+            name = key.partition("layers.")[2].partition(".")[2]
+            if name in wide:
+                types.setdefault(name, set()).add(where[key].get_slice(key).get_dtype())
+    narrow = sorted(name for name, found in types.items() if found <= {"BF16", "F16"})
+    return {NARROW: narrow} if narrow else {}
 
 
 def _has_beside(folder: Path, beside: str) -> bool:

@@ -58,7 +58,36 @@ GEMMA3 = replace(
     rope_scaling="linear",
     rope_scaling_factor=8.0,
 )
+QWEN3_5 = replace(
+    LLAMA,
+    head_dim=16,
+    norm_zero_centered=True,
+    qk_norm=True,
+    attention_gate=True,
+    rotary_percent=0.25,
+    layer_types=["gated_deltanet"] * 3 + ["full"],
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_size=6,
+    delta_value_size=8,
+)
+OLMO_HYBRID = replace(
+    OLMO2,
+    layer_types=["gated_deltanet", "full"],
+    delta_key_heads=2,
+    delta_value_heads=2,
+    delta_key_size=6,
+    delta_value_size=12,
+    delta_negative=True,
+    delta_norm_position="before",
+    delta_norm_eps=1e-5,
+)
+OF_EXPERTS = {"num_experts": 4, "expert_ffn_size": 20, "shared_expert_size": 28}
 FAMILIES = {
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(QWEN3_5, shared_expert_gate=True, **OF_EXPERTS),
+    "qwen3_next": replace(QWEN3_5, shared_expert_gate=True, dense_layers=[1], **OF_EXPERTS),
+    "olmo_hybrid": OLMO_HYBRID,
     "mistral": replace(LLAMA, layer_types=["sliding"], **SLIDES),
     "phi3": replace(LLAMA, rotary_percent=0.5, **LONGROPE),
     "phi3_factor_1": replace(LLAMA, rotary_percent=0.5, **LONGROPE | {"rope_scaling_factor": 1.0}),
@@ -132,6 +161,10 @@ def test_an_export_has_the_format_of_the_folder_that_was_imported(kind: str) -> 
     [
         ("mistral", {"layer_types": ["sliding", "full"], "norm": "layernorm"}, "model.norm=layern"),
         ("olmo2", {"norm_zero_centered": True}, "model.norm_zero_centered=true"),
+        ("qwen3_5_text", {"delta_negative": True}, "model.delta_negative=true"),
+        ("qwen3_5_text", {"attention_sinks": True}, "model.attention_sinks=true"),
+        ("qwen3_next", {"delta_norm_eps": 1e-3}, "model.delta_norm_eps=0.001"),
+        ("olmo_hybrid", {"delta_norm_position": None}, "model.delta_norm_position=after"),
         ("olmo2", {"residual_scale": 0.5}, "model.residual_scale=0.5"),
         ("olmo2", {"attention_gate": True}, "model.attention_gate=true"),
         ("olmo2", {"attention_sinks": True}, "model.attention_sinks=true"),
