@@ -212,7 +212,8 @@ class _PartRun:
             with self.gradients.deferred() as queue:
                 again = self._run()
             inputs = again.backward
-            inner = [b for b in (*again.forward.left, *inputs.left) if not b.is_freed]
+            inner = (*again.of_gradients, *again.forward.left, *inputs.left)
+            inner = tuple(block for block in inner if not block.is_freed)
             outer = [b for b in (*again.of_x, *again.of_batch.values()) if not b.is_freed]
             with self.parts.recorder.recording() as weights, torch.no_grad():
                 run_deferred(queue)
@@ -257,7 +258,10 @@ class _PartRun:
         ran.has_backward = ys[0].requires_grad
         begin = _Begin(parts.recorder, self.held.recomputed > 0)
         if ran.has_backward:
-            start = BackwardStart.apply([torch.empty_like(y) for y in ys], *ys)
+            given = [torch.empty_like(y) for y in ys]
+            ran.of_gradients = [parts.block_of(gradient) for gradient in given]
+            start = BackwardStart.apply(given, *ys)
+            del given
             ys[0].register_hook(begin)
         del ys
         parts.machine.collect()
@@ -276,6 +280,7 @@ class _Ran:
         forward, backward: the passes.
         has_backward: whether the second one was run.
         of_x, of_y, of_batch: the memory of the part's input, of its result, and of the batch.
+        of_gradients: the memory of the gradient of its result.
         holds_x, holds_y, holds_batch, sends_y: as in `PartTrace`.
         kept: sizes of what else was kept for the backward.
     """
@@ -283,6 +288,7 @@ class _Ran:
     of_x: list[StorageMemory]
     of_y: list[StorageMemory] = field(default_factory=list)
     of_batch: dict[str, StorageMemory] = field(default_factory=dict)
+    of_gradients: list[StorageMemory] = field(default_factory=list)
     forward: RecordedPass = field(default_factory=RecordedPass)
     backward: RecordedPass = field(default_factory=RecordedPass)
     has_backward: bool = False

@@ -50,6 +50,14 @@ class Block(nn.Module):
         return x + self.dropout(y, inputs) + torch.tanh(self.plain(x)).cumsum(1)
 
 
+class Direct(Block):
+    """Its split layer reads the gradient of the block's result itself."""
+
+    def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+        y = F.gelu(self.up(self.norm(x)))
+        return x + torch.tanh(self.plain(x)) + self.down(y)
+
+
 class Mean(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +83,11 @@ class OfSeries(p3d.Model):
     def loss(self, outputs: Tensor, inputs: p3d.Inputs) -> p3d.Loss:
         total = F.cross_entropy(outputs, inputs.batch["kind"], reduction="sum")
         return p3d.Loss(total, len(outputs), {"square": outputs.square().sum()})
+
+
+class OfDirect(OfSeries):
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Direct(parallel)
 
 
 class First(nn.Module):
@@ -129,6 +142,7 @@ class OfImages(p3d.Model):
 
 EXAMPLES: dict[type[p3d.Model], dict[str, object]] = {
     OfSeries: {"x": np.zeros((64, 16), np.float32), "kind": 0},
+    OfDirect: {"x": np.zeros((64, 16), np.float32), "kind": 0},
     OfImages: {"image": np.zeros((3, 48, 48), np.float32), "kind": 0},
 }
 
@@ -143,6 +157,10 @@ def config_of(of: type[p3d.Model], **keys: object) -> Config:
 
 CASES: dict[str, tuple[type[p3d.Model], dict[str, object]]] = {
     "zbv": (OfSeries, {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "zero": 1, "schedule.name": "zbv"}),
+    "zb_h1": (
+        OfDirect,
+        {"tp": 2, "pp": 2, "schedule.name": "zb_h1", "recompute": "full", "micro_batch_size": 8},
+    ),
     "zero3": (OfSeries, {"pp": 2, "dp": 2, "zero": 3, "recompute": "full"}),
     "bf16": (OfImages, {"pp": 2, "precision.name": "bf16"}),
 }
