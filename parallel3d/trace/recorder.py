@@ -207,6 +207,24 @@ class MeasuredLayer(NamedTuple):
     defers: bool
 
 
+class LayerRan(NamedTuple):
+    """What a forward and a backward of a layer have recorded.
+
+    Attributes:
+        entered: the layer's input.
+        shared: what came before the forward.
+        given: the gradient of the result.
+        grads: the gradient of the input, if the layer passes one on.
+    """
+
+    entered: RecordedPass
+    shared: RecordedPass
+    given: RecordedPass
+    forward: RecordedPass
+    backward: RecordedPass
+    grads: list[Tensor]
+
+
 # What has been measured so far: key of a trace → number of sequences → the layer.
 Measured: TypeAlias = dict[str, dict[int, MeasuredLayer]]
 
@@ -256,34 +274,32 @@ class LayerRun:
 
     def measured(self, sequences: int) -> MeasuredLayer:
         """Runs the layer's passes over a micro-batch of this many sequences."""
-        shared, given, forward, backward, _ = self._run(sequences)
-        of_all, kept = shared.freed, forward.freed
+        ran = self._run(sequences)
+        forward, backward = ran.forward, ran.backward
+        of_all, kept = ran.shared.freed, forward.freed
         if not self.wanted.defers:
             none = RecordedPass(), RecordedPass()
             return MeasuredLayer((forward, backward, *none), of_all, kept, [], False)
         with self.gradients.deferred() as queue:
-            _, given, again, inputs, grads = self._run(sequences)
-        waiting = [*given.left, *again.left, *inputs.left]
+            again = self._run(sequences)
+        inputs = again.backward
+        # Without a norm before it, a linear layer's operand is the input of the layer itself.
+        waiting = [*again.entered.left, *again.given.left, *again.forward.left, *inputs.left]
         waiting = [block for block in waiting if not block.is_freed]
         with self.recorder.recording() as weights, torch.no_grad():
             run_deferred(queue)
         deferred = [block.nbytes for block in waiting if block.is_freed]
-        del grads  # the gradient of the input is freed only here, so it is not among the deferred
+        del again  # the gradient of the input is freed only here, so it is not among the deferred
         return MeasuredLayer((forward, backward, inputs, weights), of_all, kept, deferred, True)
 
-    def _run(
-        self, sequences: int
-    ) -> tuple[RecordedPass, RecordedPass, RecordedPass, RecordedPass, list[Tensor]]:
-        """Runs a forward and a backward.
-
-        Returns what came before the forward, the gradient of the result, forward and backward, and
-        the gradient of the layer's input.
-        """
+    def _run(self, sequences: int) -> LayerRan:
+        """Runs a forward and a backward."""
         stage, records = self.stage, []
         stage.zero_grad()  # FSDP2 reduces each micro-batch's gradients, and starts without any
         grads: list[Tensor] = []
         shape = sequences, self.wanted.tokens, self.blueprint.model.hidden_size
-        x = torch.empty(shape, dtype=self.dtype, device=self.device)
+        with self.recorder.recording() as entered:
+            x = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.wanted.of_inputs:
             (x,) = BackwardEnd.apply(grads, self.anchor, x)
         (block,) = stage.blocks.values()
@@ -313,7 +329,7 @@ class LayerRun:
         with self.recorder.recording_backward(y, self.wanted.recomputed) as backward:
             del y
             start.backward()
-        return shared, given, records[0], backward, grads
+        return LayerRan(entered, shared, given, records[0], backward, grads)
 
     def _batch(self, sequences: int) -> MicroBatch:
         blueprint, model = self.blueprint, self.blueprint.model

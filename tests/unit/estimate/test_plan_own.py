@@ -124,6 +124,12 @@ DIALECTS = (
      "micro_batch_size": 1, "global_batch_size": 4, "recompute": "[norm,mlp]", "dialect": GEMMA},
     {"model": "llama_1b", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 1,
      "global_batch_size": 2, "recompute": "full", "dialect": {"norm_position": "after"}},
+    # The operand of a linear layer waits for W, and is the input of the layer.
+    {"model": "llama_tiny", "layers": 24, "pp": 4, "vpp": 2, "dp": 1, "schedule": "zbv", "rank": 3,
+     "micro_batch_size": 2, "global_batch_size": 24, "recompute": "[norm,attention,mlp]",
+     "dialect": {"hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 4,
+                 "ffn_hidden_size": 768, "vocab_size": 32000, "seq_length": 256,
+                 "activation": "gelu", "norm_position": "after", "tie_embeddings": False}},
     {"model": "llama3_8b", "layers": 2, "dp": 1, "cp": 2, "zero": 3, "micro_batch_size": 1,
      "global_batch_size": 2, "recompute": "[norm,activation]",
      "dialect": {"norm_position": "after", "qk_norm": True, "qk_norm_width": "full"}},
