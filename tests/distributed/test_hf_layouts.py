@@ -64,6 +64,8 @@ SIZES = {
 # Families that are cut differently into stages and shards: patterns of layers, joined tensors,
 # pairs.
 DENSE = ("phi3_longrope", "smollm3", "glm4", "olmo3", "exaone4", "gemma3_text")
+DENSE += ("qwen3_5", "olmo_hybrid", "olmo_hybrid_nope")
+DELTA_EXPERTS = ("qwen3_next", "qwen3_5_moe_text")
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_theta": 500.0, **SCALING}},
     # both tensor ranks hold the only key-value head
@@ -198,7 +200,7 @@ def quantize(folder: Path) -> None:
 
 
 def test_runs_begin_from_a_folder_with_experts_over_ep(pool: Pool, tmp_path: Path) -> None:
-    for kind in ("glm4_moe", "qwen3_moe"):
+    for kind in ("glm4_moe", "qwen3_moe", "qwen3_next"):
         save_model(tmp_path / kind, kind, **SIZES | EXPERTS[kind])
         if kind == "qwen3_moe":
             quantize(tmp_path / kind)

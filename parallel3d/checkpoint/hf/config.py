@@ -174,11 +174,9 @@ def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
     if model.expert_bias:
         return GPT_OSS, "model.expert_bias=true"
     sigmoid, full = model.router_score == "sigmoid", model.qk_norm_width == "full"
-    if model.attention_gate:
-        kinds = sorted(
-            (QWEN3_5_MOE, QWEN3_NEXT), key=lambda kind: len(_contradictions(model, kind))
-        )
-        return kinds[0], "model.attention_gate=true with experts"
+    if model.attention_gate or GATED_DELTANET in model.layer_types:
+        kind = QWEN3_NEXT if _contradictions(model, QWEN3_5_MOE) else QWEN3_5_MOE
+        return kind, f"model.num_experts={model.num_experts} with a gate or gated_deltanet layers"
     if sigmoid and full:
         return MINIMAX_M2, "model.qk_norm_width=full"
     if sigmoid:
