@@ -676,6 +676,7 @@ FOLDERS = {
     "qwen3_8b_sft": PUBLISHED["qwen3_8b"] | {"max_position_embeddings": 40960},
     "gemma3_4b_sft": PUBLISHED["gemma3_4b"],
     "qwen3_5_9b_sft": PUBLISHED["qwen3_5_9b"],
+    "gpt_oss_20b_sft": PUBLISHED["gpt_oss_20b"],
     "gpt2_124m_sft": {
         **{"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
         **{"activation_function": "gelu_new", "vocab_size": 50257, "layer_norm_epsilon": 1e-5},
