@@ -311,8 +311,11 @@ def barely_moved(
         name: (weights[name] - initial[name]).abs().max().item()
         for name in weights.keys() - expected.dead - {*frozen}
     }
-    # A bias of attention moves little, and the bias of keys only if positions distinguish keys.
-    least = {name: 1e-5 if name.endswith(".bias") else 1e-4 for name in moved}
+    # A bias of attention moves little, and the bias of keys only if positions distinguish keys. So do
+    # the rates of a recurrence over few tokens, and still less a bias of an expert of few tokens.
+    little = (".bias", ".A_log", ".dt_bias")
+    least = {name: 1e-5 if name.endswith(little) else 1e-4 for name in moved}
+    least |= {name: 1e-6 for name in moved if ".experts." in name and name.endswith(".bias")}
     # Those of experts that no token chose stay, as weight decay does not move them either.
     idle = {n for n, most in moved.items() if most == 0 and ".experts." in n and ".bias" in n}
     return {n: most for n, most in moved.items() if most <= least[n] and n not in idle}
