@@ -320,7 +320,8 @@ class _WithLength(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return length_backward(grad, *ctx.saved_tensors, ctx.length), None
+        y, scale = ctx.saved_tensors
+        return length_backward(grad, y, scale, ctx.length), None
 
 
 @fused

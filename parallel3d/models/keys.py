@@ -367,8 +367,9 @@ class LayerKeys:
     recompute: Any = key(
         "none",
         "parts of a layer that the backward recomputes, as [norm,activation]: norms' results, "
-        "the MLP's non-linearity (mlp: the GEMM before it too), attention between its projections, "
-        "the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), full is [layer]",
+        "the MLP's non-linearity (mlp: the GEMM before it too), attention or another mixer between "
+        "its projections, the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), "
+        "full is [layer]",
         choices=tuple(WORDS),
         list_of=PARTS,
         resume=FREE,

@@ -8,10 +8,10 @@
 | mlp | the result of `up`, the input of `down` | both, from the result of the norm |
 | layer | everything but its input | the layer, up to the input of its last GEMM |
 
-`none` means no part, `selective` attention, and `full` the whole layer. With norm and mlp the MLP
-is repeated from the residual stream. `recompute_layers` limits repetition to the first layers of a
-stage. The limit may differ by stage, because early stages hold the activations of most
-micro-batches.
+`none` means no part, `selective` attention, and `full` the whole layer. Another mixer is repeated
+like attention, between its first projection and its last. With norm and mlp the MLP is repeated
+from the residual stream. `recompute_layers` limits repetition to the first layers of a stage. The
+limit may differ by stage, because early stages hold the activations of most micro-batches.
 """
 
 from __future__ import annotations

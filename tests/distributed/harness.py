@@ -311,8 +311,8 @@ def barely_moved(
         name: (weights[name] - initial[name]).abs().max().item()
         for name in weights.keys() - expected.dead - {*frozen}
     }
-    # A bias of attention moves little, and the bias of keys only if positions distinguish keys. So do
-    # the rates of a recurrence over few tokens, and still less a bias of an expert of few tokens.
+    # A bias of attention moves little, and the bias of keys only if positions distinguish keys. The
+    # rates of a recurrence over few tokens do so too, and a bias of an expert of few tokens less.
     little = (".bias", ".A_log", ".dt_bias")
     least = {name: 1e-5 if name.endswith(little) else 1e-4 for name in moved}
     least |= {name: 1e-6 for name in moved if ".experts." in name and name.endswith(".bias")}

@@ -33,6 +33,7 @@ from tests.distributed.seams import (
     planted,
 )
 from tests.distributed.test_mutations import ALL_NUMBERS, SGD, at_zero
+from tests.distributed.test_mutations_dialect import the_gate_is_multiplied_in_too
 
 pytestmark = pytest.mark.nightly
 
@@ -169,6 +170,7 @@ HEADS = (
 DELTA = replace(SGD, preset="llama_tiny", tied=False, model=HEADS)
 PLAIN, PACKS = Case(DELTA), Case(replace(DELTA, documents=True))
 NEGATIVE = Case(replace(DELTA, model=(*HEADS, ("delta_negative", True))))
+GATED = Case(replace(DELTA, model=(*HEADS, ("attention_gate", True))))
 ADAMW = Case(replace(DELTA, optimizer="adamw", optim=()))
 MUON = Case(replace(DELTA, optimizer="muon", optim=()))
 STEPPED = ALL_NUMBERS - {"evaluation"}  # it is of SGD only
@@ -204,6 +206,7 @@ PLANTED = [
         ALL_NUMBERS | {"initial weights"},
         id="dt_bias-of-first-heads",
     ),
+    pytest.param(the_gate_is_multiplied_in_too, ONE, GATED, ALL_NUMBERS, id="silu-gate-beside"),
     pytest.param(rates_of_decay_decay, ONE, ADAMW, STEPPED, id="decay-of-A_log"),
     pytest.param(muon_takes_the_convolution, ONE, MUON, STEPPED, id="muon-of-taps"),
 ]

@@ -396,8 +396,8 @@ class GatedDeltaNet(nn.Module):
 
     def convolved(self, name: str, x: Tensor, places: Tensor) -> Tensor:
         """Returns SiLU of each channel's sum over a token and those before it in its document."""
-        taps = self.get_submodule(f"{name}_conv").weight
-        projected, every = self.get_submodule(name)(x), []
+        taps: Tensor = getattr(self, f"{name}_conv").weight
+        projected, every = getattr(self, name)(x), []
         for t in range(x.shape[1]):
             total = taps[:, -1] * projected[:, t]
             for n in range(1, min(t + 1, self.reads)):

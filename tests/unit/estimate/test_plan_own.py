@@ -149,6 +149,22 @@ DIALECTS = (
 # reduction, experts that one rank reduces alone, and the embedding's backward.
 SMALL = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "num_query_groups": None,
          "ffn_hidden_size": 2048, "vocab_size": 512, "seq_length": 512}  # fmt: skip
+DELTA = SMALL | {
+    "layer_types": ["gated_deltanet", "gated_deltanet", "gated_deltanet", "full"],
+    "attention_gate": True, "delta_key_heads": 4, "delta_value_heads": 8, "delta_key_size": 64,
+}  # fmt: skip
+DELTANETS = (
+    {"model": "llama_tiny", "layers": 4, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 2,
+     "global_batch_size": 4, "recompute": "[norm,attention]", "dialect": DELTA},
+    # Two ranks share a key head.
+    {"model": "llama_tiny", "layers": 4, "tp": 8, "dp": 2, "zero": 1, "micro_batch_size": 1,
+     "global_batch_size": 4, "dialect": DELTA},
+    {"model": "llama_tiny", "layers": 8, "pp": 2, "dp": 2, "zero": 3, "micro_batch_size": 1,
+     "global_batch_size": 8, "rank": 0, "dialect": DELTA},
+    {"model": "llama_tiny", "layers": 4, "cp": 2, "tp": 2, "sp": True, "dp": 1, "ep": 2,
+     "micro_batch_size": 1, "global_batch_size": 2, "recompute": "full", "dialect": DELTA,
+     "experts": MIXTURE | SHARED},
+)  # fmt: skip
 MOMENTS = (
     {"model": "llama_tiny", "layers": 1, "dp": 8, "zero": 3, "micro_batch_size": 1,
      "global_batch_size": 8, "freeze": ["embedding.*", "layers.0.*"], "dialect": SMALL},
@@ -176,6 +192,7 @@ OFF = {(2, 13): ("1", "12"), (2, 15): ("3", "12"), (2, 11): ("14", "12")}
         pytest.param(EXPERTS, id="experts"),
         pytest.param(DIALECTS, id="dialects"),
         pytest.param(MOMENTS, id="moments"),
+        pytest.param(DELTANETS, id="deltanets"),
         pytest.param(FURTHER, id="more", marks=pytest.mark.more),
     ],
 )
