@@ -34,6 +34,7 @@ from parallel3d.pipeline.executor import BackwardEnd, BackwardStart, run_deferre
 from parallel3d.pipeline.p2p import as_tuple
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.machine import SimulatedMachine, StorageMemory
+from parallel3d.trace.alike import facts_of
 from parallel3d.trace.own_trace import ModelTrace, PartTrace, WantedParts
 from parallel3d.trace.recorder import (
     MeasuredLayer,
@@ -127,17 +128,10 @@ class _Parts:
         return ModelTrace(embedding, tuple(blocks), head, self.sizes)
 
     def _kind_of(self, layer: int) -> tuple[Any, ...]:
-        """Returns what must be equal in blocks that compute alike: their modules' attributes."""
+        """Returns what must be equal in blocks that compute alike."""
         part, instance = f"layers.{layer}", self.model.instance
         assert isinstance(instance, Model)
         module = built(instance, part, Parallel(SINGLE, False, 0, part), torch.float32, "meta")
-        own = [
-            (path, name, value)
-            for path, each in module.named_modules()
-            for name, value in vars(each).items()
-            if not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple))
-            if type(value) is bool or value != layer
-        ]
         survey = self.model.survey
         assert survey is not None
         frozen = sorted(
@@ -145,7 +139,8 @@ class _Parts:
             for name in self.wanted.blueprint.frozen
             if name.startswith(f"{part}.")
         )
-        return survey.block_of_layer[layer], repr((module, own)).replace(part, "layer"), str(frozen)
+        alike = repr((module, facts_of(module, layer))).replace(part, "layer")
+        return survey.block_of_layer[layer], alike, str(frozen)
 
     def _part(
         self, held: StageBlueprint, shapes: tuple[torch.Size, ...]
