@@ -211,6 +211,12 @@ def of_ranks(problem: Problem, ranks: int) -> Problem:
     return replace(problem, ranks=ranks)
 
 
+def with_heads(keys: int, values: int) -> Problem:
+    """Returns `ADAMW` with other numbers of key and value heads."""
+    changed = {"delta_key_heads": keys, "delta_value_heads": values, "num_query_groups": None}
+    return replace(ADAMW, model=tuple((SHORT | changed).items()))
+
+
 CASES: dict[Sizes, list[Case]] = {
     (1, 1, 1, 2): [
         Case(of_ranks(PACKS, 2), keys=by("chain")),
@@ -219,11 +225,12 @@ CASES: dict[Sizes, list[Case]] = {
     ],
     (1, 1, 1, 3): [
         Case(of_ranks(PACKS, 3), keys=by("chain", ("context_parallel.style", "ring"))),
-        Case(of_ranks(ADAMW, 3), keys=by("auto")),
+        Case(of_ranks(with_heads(3, 6), 3), keys=by("heads")),
     ],
     (1, 1, 1, 4): [
         Case(of_ranks(PACKS, 4), keys=by("chain")),
-        Case(of_ranks(ADAMW, 4), keys=by("chain", ("context_parallel.balance", False))),
+        Case(of_ranks(ADAMW, 4), keys=by("auto", ("context_parallel.balance", False))),
+        Case(of_ranks(with_heads(4, 4), 4), keys=by("heads")),
     ],
     (2, 1, 1, 2): [Case(of_ranks(PACKS, 2), sp=True, keys=by("chain", ("zero", 3)))],
 }

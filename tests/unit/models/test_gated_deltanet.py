@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.context_parallel.documents import make_documents
+from parallel3d.context_parallel.documents import Pieces, make_documents
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.convolution import causal_convolution
 from parallel3d.models.declared import layer_kinds
@@ -188,3 +189,30 @@ def test_16_bit_layers_compute_states_rates_and_norms_in_fp32() -> None:
 def test_kinds_have_the_heads_of_their_mixer() -> None:
     found = {kind.mixer: (kind.heads, kind.kv_heads, kind.head_size) for kind in layer_kinds(MODEL)}
     assert found == {"gated_deltanet": (4, 2, 6), "attention": (4, 4, 4)}
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_auto_takes_the_way_of_fewer_bytes_over_cp(cp: int) -> None:
+    """A rank gives its pieces' states to all others, or all but its share of its tokens."""
+    heads, keys, dk, dv, taps, item = 8, 4, 4, 6, 4, 2
+    of_z, values, of_keys = heads * dv, heads * dv, keys * dk
+    channels = values + 2 * of_keys
+    of_state = heads * dk * (dk + dv) * 4 + (taps - 1) * channels * item
+    by_chain = (cp - 1) * 2 * of_state
+    of_token = (2 * heads + channels + values) * item  # b, a, v, q, k, and the output
+    places = torch.zeros(1, 2, dtype=torch.int64)
+    mixer: Any = SimpleNamespace(
+        cp=SimpleNamespace(group=SimpleNamespace(size=cp)),
+        inner=SimpleNamespace(sizes=(of_z, heads, heads, values, of_keys, of_keys)),
+        conv=SimpleNamespace(weight=torch.empty(channels, taps)),
+        states="auto",
+        key_size=dk,
+        value_size=dv,
+    )
+    taken = []
+    for tokens in (1, 10, 20, 40, 80, 200):
+        x = torch.empty(1, tokens, channels, dtype=torch.bfloat16)
+        is_by_heads = GatedDeltaNet.sends_less_by_heads(mixer, x, Pieces(places, places))
+        assert is_by_heads == ((cp - 1) / cp * tokens * of_token < by_chain)
+        taken.append(is_by_heads)
+    assert taken[0] and not taken[-1]
