@@ -17,6 +17,7 @@ import transformers
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
 from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.generate import state_of
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.transformer import Stage
@@ -251,11 +252,13 @@ def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
     return model
 
 
-def logits_of(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
+def logits_of(
+    stage: Stage, model: ModelConfig, tokens: Tensor, documents: Documents | None = None
+) -> Tensor:
     """Returns logits (b, s, vocab_size) with gradients, unlike the proof of an import."""
     assert stage.embedding is not None and stage.head is not None
     x = stage.embedding(tokens, LayerInputs())
-    inputs = stage.with_positions(LayerInputs(), *tokens.shape)
+    inputs = stage.with_positions(LayerInputs(documents=documents), *tokens.shape)
     for block in stage.layers.values():
         x = block(x, inputs)
     return stage.head.logits(x)[..., : model.vocab_size]

@@ -302,7 +302,7 @@ def hybrid(kind: str, rng: random.Random, rope: dict[str, Any]) -> dict[str, Any
         "attention_bias": rng.random() < 0.3,
         "linear_conv_kernel_dim": rng.choice((2, 4)),
         # In fp32, the norm of a head's small output multiplies its rounding by up to eps^-½.
-        "rms_norm_eps": 1e-2,
+        "rms_norm_eps": 0.1,
     }
     heads = rng.choice((1, 2))
     sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads * rng.choice((1, 2))}

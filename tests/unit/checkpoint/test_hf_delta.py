@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,8 @@ from parallel3d.checkpoint.hf import families, names
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.names import hf_tensors
 from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.context_parallel.documents import make_documents
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.errors import UserError
 from parallel3d.models import transformer
 from parallel3d.models.keys import ModelConfig
@@ -207,6 +210,22 @@ def test_wrong_names_and_keys_change_the_logits(
     assert distance(*folders[name]) <= 1e-5
     mutant(monkeypatch)
     assert distance(*folders[name]) > 1e-3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe_text", "olmo_hybrid"])
+def test_packed_documents_have_the_logits_of_each_alone(name: str, tmp_path: Path) -> None:
+    """transformers ignores the bounds of documents in its own form of the rule."""
+    theirs = make(name, tmp_path).eval()
+    model, weights = read(tmp_path)
+    lengths, packed = (9, 4, 11), tokens()[:1]
+    starts = np.repeat(np.cumsum((0, *lengths[:-1])), lengths)[None].astype(np.int32)
+    documents = make_documents(starts, torch.device("cpu"), SequenceSplit(packed.shape[1]))
+    with torch.no_grad():
+        found = logits_of(filled(model, weights), model, packed, documents)
+        expected = [theirs(document).logits for document in packed.split(lengths, dim=1)]
+    joined = torch.cat(expected, dim=1)
+    assert float((found - joined).abs().max()) <= 1e-5 * float(joined.abs().max())
 
 
 @pytest.mark.nightly
