@@ -7,7 +7,6 @@ of the layer distinguishes them only if a method reads it.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -39,6 +38,12 @@ def _methods(cls: type) -> Iterator[FunctionType]:
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] not in ("torch", "builtins"):
             for name, value in vars(base).items():
+                if isinstance(value, property):
+                    value = value.fget
+                elif isinstance(value, functools.cached_property):
+                    value = value.func
+                elif isinstance(value, staticmethod | classmethod):
+                    value = value.__func__
                 if isinstance(value, FunctionType) and name != "__init__":
                     yield value
 
@@ -49,6 +54,14 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # the variable has no value now
+            yield None
 
 
 def _facts(value: Any, depth: int) -> Any:
@@ -62,11 +75,9 @@ def _facts(value: Any, depth: int) -> Any:
     if isinstance(value, functools.partial):
         return [_facts(each, depth) for each in (value.func, value.args, value.keywords)]
     if isinstance(value, FunctionType):
-        held = [
-            *inspect.getclosurevars(value).nonlocals.items(),
-            *enumerate(value.__defaults__ or ()),
-        ]
-        return id(value.__code__), [(name, _facts(each, depth - 1)) for name, each in held if depth]
+        held = [*_closed_over(value), *(value.__defaults__ or ())]
+        held += (value.__kwdefaults__ or {}).values()
+        return id(value.__code__), [_facts(each, depth - 1) for each in held if depth]
     if isinstance(value, Mapping):
         return [(repr(key), _facts(each, depth - 1)) for key, each in value.items() if depth]
     if isinstance(value, list | tuple):

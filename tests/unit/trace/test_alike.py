@@ -31,6 +31,12 @@ class Reading(Block):
         return (lambda y: y * self.number)(x)
 
 
+class OfProperty(Block):
+    @property
+    def window(self) -> int:
+        return self.number % 2
+
+
 def closing(number: int, held: Any) -> nn.Module:
     class Closing(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -78,6 +84,7 @@ def test_functions_made_alike_count_as_equal() -> None:
 def test_a_number_that_a_method_reads_tells_blocks_apart() -> None:
     assert alike(Block(0), Block(1))
     assert not alike(Reading(0), Reading(1))
+    assert not alike(OfProperty(0), OfProperty(1))
     assert not alike(closing(0, 0), closing(1, 1))
 
 
