@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from parallel3d.cli.preset_files import experiment_files, own_presets
-from parallel3d.cli.words import braces, keys_of, option
+from parallel3d.cli.words import keys_of, option
 from parallel3d.config.fields import REQUIRED, all_keys, allowed, check_value, sections_of, show
 from parallel3d.config.values import key
 from parallel3d.errors import UserError, first_line, nearest_hint, users_frame
@@ -420,8 +420,8 @@ def _named(words: Sequence[str], own: Path | None) -> _Named:
 
     The command line counts before an experiment, and an experiment before a preset.
     """
-    typed = {name: word for word in words for name in keys_of(word)}
-    target = _value(typed[TARGET]) if TARGET in typed else None
+    typed = {word.partition("=")[0].lstrip("+~"): word for word in words if keys_of(word)}
+    target: Any = option(typed[TARGET]) if TARGET in typed else None
     preset, word = (option(typed["model"]), typed["model"]) if "model" in typed else (None, "")
     experiment = option(typed["experiment"]) if "experiment" in typed else None
     for file in experiment_files(experiment, own) if experiment else ():
@@ -437,13 +437,6 @@ def _named(words: Sequence[str], own: Path | None) -> _Named:
         target = preset_file.get("_target_") if target is None else target
     keys = frozenset(f"model.{name}" for file in files for name in file)
     return _Named(target, preset, bool(files), word, keys)
-
-
-def _value(word: str) -> Any:
-    """Returns the class that a word sets, as `model._target_=…` or `model={_target_:…}`."""
-    if word.lstrip("+~").startswith(f"{TARGET}="):
-        return option(word)
-    return braces(word.partition("=")[2])["_target_"]
 
 
 # The model of a run

@@ -109,6 +109,10 @@ class Misspelled(p3d.Model):
 class Other:
     pass
 
+class OfOthers(p3d.Model):
+    def __init__(self, others: list[Other]):
+        pass
+
 number = 3
 '''
 EXITS = "import sys\nsys.exit(3)\n"
@@ -185,9 +189,11 @@ BAD = [
     ([TARGET, "model.fields={hidden:3}"], "Chain has no field fields"),
     ([TARGET, "model=llama_tiny"], "model=llama_tiny chooses a preset of the transformer"),
     ([TARGET, "experiment=llama_3d"], "experiment=llama_3d chooses a preset of the transformer"),
+    ([f"model={{_target_:{MODULE}.Chain}}"], "must be one of"),
     ([f"+{TARGET}"], "can be neither added nor deleted"),
     ([f"model._target_={MODULE}.Untyped"], "the field hidden has no type"),
     ([f"model._target_={MODULE}.OfDicts"], "the field hidden has the type dict"),
+    ([f"model._target_={MODULE}.OfOthers"], "the field others has the type list"),
     (
         [f"model._target_={MODULE}.Misspelled"],
         "its fields cannot be read: NameError: name 'Integer' is not defined",
@@ -273,7 +279,8 @@ def _shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 def test_files_of_the_user_name_the_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _preset(folder, "model/chain.yaml", f"_target_: {MODULE}.Chain\nhidden: 12\nrate: 1e-3\n")
     _preset(folder, "model/longer.yaml", "defaults: [chain]\nnum_layers: 7\n")
-    experiment = "# @package _global_\ndefaults:\n  - override /model: longer\nmodel: {hidden: 9}\n"
+    experiment = "# @package _global_\ndefaults: [override /optim: sgd, override /model: longer]\n"
+    experiment += "model: {hidden: 9}\n"
     _preset(folder, "experiment/mine.yaml", experiment)
     shown = _shown(["--config-dir", "mine", "model=chain"], capsys)
     assert (shown["_target_"], shown["hidden"], shown["rate"]) == (f"{MODULE}.Chain", 12, 1e-3)
