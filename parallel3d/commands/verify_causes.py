@@ -528,7 +528,10 @@ def _of_outputs(part: str, off: Mapping[int, int], disagree: bool, layout: Layou
     )
     if layout.tp > 1 and not disagree and len(off) > 1:
         if part == LOSS:
-            return f"{place}: the loss computes with this rank's part of the outputs alone"
+            return (
+                f"{place}: the loss computes with this rank's part of the outputs alone, or with "
+                "the number of ranks"
+            )
         return (
             f"{place}, and the ranks of tp agree: it computes over the features, heads or tokens "
             "of one rank as if they were all, as a norm, a softmax or a mean between two split "
@@ -583,7 +586,8 @@ def _of_gradients(
     if not is_sgd:
         yield (
             "all outputs agree, and so do the steps of SGD: the optimizer's step depends on how "
-            "parameters are divided over ranks"
+            "parameters are divided over ranks, or it enlarges the rounding of a gradient that is "
+            "zero otherwise, as with a small optim.eps"
         )
         return
     factors = [factor_of(change.values, change.spec, wanted) for change in changes]

@@ -130,6 +130,35 @@ class SummedTwice(Sound):
         return made
 
 
+class BackwardByRank(Sound):
+    class Hooked(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            x = super().forward(x, inputs)
+            factor = 1 + dist.get_rank()
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * factor)
+            return x
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Hooked(self.hidden, parallel) if number else Block(self.hidden, parallel)
+
+
+class NothingToLearn(Sound):
+    """A parameter before a norm that takes it away, so its gradient is zero but for rounding."""
+
+    class Shifted(Block):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.shift = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            x = super().forward(x, inputs)
+            return functional.layer_norm(x + self.shift, x.shape[-1:])
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Shifted(self.hidden, parallel)
+
+
 # Random numbers
 
 
@@ -267,6 +296,16 @@ class EnlargedRounding(Sound):
         return self.Waves(self.hidden)
 
 
+class EnlargedRoundingOfOutputs(Sound):
+    class Waves(Block):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            x = super().forward(x, inputs)
+            return x + 0.1 * torch.sin(1e9 * x.detach())
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Waves(self.hidden, parallel)
+
+
 # Where the samples are in x
 
 
@@ -380,7 +419,7 @@ class OfNoPart(Sound):
     def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
         made = self.Calling(self.hidden, parallel)
         if not number:
-            self.other = [nn.Linear(8, 8)]
+            self.other: list[nn.Module] = [nn.Linear(8, 8)]
         made.other = self.other
         return made
 
@@ -427,6 +466,42 @@ class LostSamples(Sound):
         return Block(self.hidden, parallel) if number else self.Mean(self.hidden, parallel)
 
 
+class OneTensorMore(Sound):
+    class More(Embedding):
+        def forward(self, inputs: p3d.Inputs) -> Any:
+            x = super().forward(inputs)
+            return (x, x[0] - x[1]) if len(x) > 1 else (x,)
+
+    class First(Block):
+        def forward(self, x: Any, inputs: p3d.Inputs) -> Tensor:
+            return super().forward(x[0], inputs)
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.More(self.hidden)
+
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return Block(self.hidden, parallel) if number else self.First(self.hidden, parallel)
+
+
+class SamplesTwice(Sound):
+    """x is (b, b, s, h)."""
+
+    class Repeating(Embedding):
+        def forward(self, inputs: p3d.Inputs) -> Tensor:
+            x = super().forward(inputs)
+            return x.expand(len(x), *x.shape)
+
+    class Taking(Head):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return super().forward(x[0], inputs)
+
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Repeating(self.hidden)
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Taking(self.hidden)
+
+
 class NoTensor(Sound):
     class Dictionary(Block):
         def forward(self, x: Tensor, inputs: p3d.Inputs) -> Any:
@@ -434,6 +509,11 @@ class NoTensor(Sound):
 
     def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
         return Block(self.hidden, parallel) if number else self.Dictionary(self.hidden, parallel)
+
+
+class NoTensorAtTheEnd(NoTensor):
+    def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
+        return self.Dictionary(self.hidden, parallel) if number else Block(self.hidden, parallel)
 
 
 class NamesTwice(Sound):

@@ -13,8 +13,11 @@ from torch import nn
 import parallel3d as p3d
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.errors import UserError
+from parallel3d.models.flops import ALL_TRAINED
 from parallel3d.models.keys import ModelConfig
+from parallel3d.models.layer_inputs import LayerInputs
 from parallel3d.models.own_model import OwnValues, own_config, take_parameters
+from parallel3d.models.own_stage import OwnArchitecture
 
 pytestmark = pytest.mark.nightly
 
@@ -86,6 +89,30 @@ def test_a_size_that_no_run_can_have_is_refused(field: str, value: Any, least: i
     said = f"Chain.{field}={value!r} must be a whole number from {least} on"
     with pytest.raises(UserError, match=re.escape(said)):
         own_config(ModelConfig(), replace(Chain(), **{field: value}))
+
+
+class ByValue(nn.Linear):
+    def forward(self, x: torch.Tensor, inputs: Any = None) -> torch.Tensor:
+        return super().forward(x) if float(x.sum()) > 0 else x
+
+
+class Ids(nn.Embedding):
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return super().forward(inputs.batch["ids"])
+
+
+class ByValues(Chain):
+    def embedding(self, parallel: p3d.Parallel) -> nn.Module:
+        return Ids(5, 3)
+
+
+def test_the_flops_of_a_model_that_needs_values_follow_from_its_parameters() -> None:
+    config = own_config(ModelConfig(), ByValues(lambda: ByValue(3, 3)))
+    batch = {"ids": torch.zeros(2, 4, dtype=torch.int64)}
+    inputs = LayerInputs(samples=torch.arange(2), batch=batch)
+    flops, formula = OwnArchitecture().flops_per_token(config, ALL_TRAINED, lambda: (inputs,))
+    assert flops == 6 * (5 * 3 + 3 * 3 + 3 + 3 * 5 + 5)
+    assert formula == "6 × parameters, as the model does not run on the meta device"
 
 
 def test_a_layer_of_this_package_must_be_split_over_the_ranks_of_tp() -> None:
