@@ -422,10 +422,11 @@ _QWEN3_5_FIXED = {
     "output_gate_type": ("swish",),
     "mamba_ssm_dtype": ("float32",),
 }
+_QWEN3_5_WRITTEN = {key: value for key, (value,) in _QWEN3_5_FIXED.items()}
 _QWEN3_5 = Family(
     "Qwen3.5",
     "Qwen3_5ForCausalLM",
-    _sizes(4096, 32, 16, 4, 12288, 32768, 248320),
+    _sizes(4096, 32, 16, 4, 12288, 32768, 248320) | _QWEN3_5_WRITTEN,
     fixed=_QWEN3_5_FIXED,
     head_dim=256,
     biases="all",
@@ -868,7 +869,8 @@ FAMILIES: dict[str, Family] = {
         architecture="Qwen3_5MoeForCausalLM",
         defaults=_sizes(2048, 40, 16, 2, 512, 32768, 248320)
         | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
-        | {"shared_expert_intermediate_size": 512},
+        | {"shared_expert_intermediate_size": 512}
+        | _QWEN3_5_WRITTEN,
         experts=replace(_QWEN3_NEXT_EXPERTS, normalizes=True, dense=None),
     ),
     OLMO_HYBRID: replace(

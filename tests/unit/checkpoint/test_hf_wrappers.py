@@ -376,8 +376,8 @@ def test_keys_and_tensors_of_multi_token_prediction_and_images_come_back(
     text["rope_parameters"] |= SECTIONS
     kept = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
     # Keys that only other readers have, with the values of all published folders.
-    text |= kept | {"attn_output_gate": True, "output_gate_type": "swish"}
-    text |= {"mamba_ssm_dtype": "float32", "full_attention_interval": 4}
+    kept |= {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
+    text |= kept | {"full_attention_interval": 4}
     path.write_text(json.dumps(config))
     assert checkpoint(["import", "from=hf", "run=t"]) == 0
     [line] = [line for line in capsys.readouterr().err.splitlines() if "proven" in line]
