@@ -48,14 +48,9 @@ class LossSums(NamedTuple):
 
 
 class SumsOfLosses:
-    """Checks the losses of the last stage, and sums their counts and terms.
+    """Checks the losses of the last stage, and sums their counts and terms."""
 
-    Args:
-        trains: whether gradients must reach the loss; false if all parameters are frozen.
-    """
-
-    def __init__(self, trains: bool = True) -> None:
-        self.trains = trains
+    def __init__(self) -> None:
         self._names: dict[bool, list[str]] = {}  # of terms, by whether the step trains
         self._sums = LossSums(torch.zeros((), dtype=torch.float64), {})
 
@@ -70,7 +65,7 @@ class SumsOfLosses:
         """
         total = checked_sum(loss)
         is_training = torch.is_grad_enabled()
-        if is_training and self.trains and not total.requires_grad:
+        if is_training and not total.requires_grad:
             raise UserError(
                 "the loss returned a sum without a gradient; compute it from the outputs without "
                 "detach(), item() or torch.no_grad(), so that backward() reaches the parameters"

@@ -44,10 +44,6 @@ def test_an_evaluation_may_have_terms_of_its_own_and_needs_no_gradient() -> None
     assert list(sums.take().terms) == ["accuracy"]
 
 
-def test_a_loss_of_frozen_parameters_needs_no_gradient() -> None:
-    assert SumsOfLosses(trains=False).add(Loss(X.detach().sum(), 1)).item() == 3.0
-
-
 BAD: dict[str, tuple[Any, str]] = {
     "a mean": (X.mean(), r"returned a tensor of type float32, but must return p3d.Loss\(sum, co"),
     "none": (None, r"returned None, but must return p3d.Loss\(sum, count\)"),
