@@ -203,20 +203,25 @@ def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 @fused
 def clamped_swiglu_forward(gate_up: Tensor, limit: float) -> Tensor:
-    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    return _clamped_swiglu(gate_up, limit)
+
+
+def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = _clamped(gate_up, limit)
     return (gate * torch.sigmoid(SLOPE * gate) * up).to(gate_up.dtype)
 
 
 @fused
 def clamped_swiglu_backward(grad: Tensor, gate_up: Tensor, limit: float) -> Tensor:
-    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    gate, up = _clamped(gate_up, limit)
     grad, (share, slope) = _wide(grad), _share(gate, "swiglu", limit)
     found = torch.cat((grad * up * (share + gate * slope), grad * gate * share), -1)
     return _within(found, gate_up, limit).to(gate_up.dtype)
 
 
-def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+def _clamped(gate_up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
     """Returns the two factors of a gated activation, before the gate's non-linearity."""
+    gate, up = gate_up.chunk(2, dim=-1)
     if limit is None:
         return _wide(gate), up
     return _wide(gate).clamp(max=limit), _wide(up).clamp(-limit, limit) + 1.0
@@ -298,7 +303,7 @@ def weighed_forward(
 
     Shapes: (rows, 2f), (rows,) → (rows, f).
     """
-    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    gate, up = _clamped(gate_up, limit)
     share, _ = _share(gate, name, limit)
     return (gate * share * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
@@ -308,7 +313,7 @@ def weighed_backward(
     grad: Tensor, gate_up: Tensor, weights: Tensor, name: str, limit: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of the rows and of their weights, and the result of the forward."""
-    gate, up = _clamped(*gate_up.chunk(2, dim=-1), limit)
+    gate, up = _clamped(gate_up, limit)
     grad, weights = _wide(grad), weights.unsqueeze(-1)
     share, slope = _share(gate, name, limit)
     active = gate * share
@@ -349,12 +354,12 @@ def geglu(gate_up: Tensor) -> Tensor:
 def _gated(gate_up: Tensor, name: str, limit: float | None = None) -> Tensor:
     if not torch.compiler.is_compiling():
         return _Gated.apply(gate_up, name, limit)
+    if limit is not None:
+        return _clamped_swiglu(gate_up, limit)
     gate, up = gate_up.chunk(2, dim=-1)
     alone = _gate(name, limit).alone
-    if alone is not None:
-        return alone(gate) * up
-    gate, up = _clamped(gate, up, limit)
-    return (gate * torch.sigmoid(SLOPE * gate) * up).to(gate_up.dtype)
+    assert alone is not None  # only a limit leaves no single operation
+    return alone(gate) * up
 
 
 @fused

@@ -84,6 +84,11 @@ GATED = dataclasses.replace(
 SINKS = dataclasses.replace(
     QWEN3, attention_sinks=True, layer_types=["sliding", "full"], sliding_window=4
 )
+GPT_OSS = dataclasses.replace(
+    SINKS,
+    **{"num_experts": 4, "experts_per_token": 2, "bias": False, "attention_bias": "all"},
+    **{"expert_bias": True, "router_logit_bias": True, "swiglu_limit": 0.5, "qk_norm": False},
+)
 DELTA = dataclasses.replace(
     LLAMA,
     layer_types=["gated_deltanet", "full"],
@@ -118,10 +123,24 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "model",
-    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2, LONGROPE, GATED, SINKS, DELTA],
+    [
+        GPT,
+        LLAMA,
+        QWEN3,
+        OLMOE,
+        SLIDING,
+        OLMO3,
+        GEMMA,
+        OLMO2,
+        LONGROPE,
+        GATED,
+        SINKS,
+        DELTA,
+        GPT_OSS,
+    ],
     ids=[
         *("gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2", "longrope"),
-        *("gate", "sinks", "deltanet"),
+        *("gate", "sinks", "deltanet", "gpt-oss"),
     ],
 )
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])

@@ -258,7 +258,8 @@ def test_compiled_operations_equal_eager_ones() -> None:
     def operations(x: Tensor, weight: Tensor, gate_up: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
         results = (causal_attention(qkv, (4, 2, 8), *each) for each in given)
         normed = rms_norm(x, weight, 1e-3), rms_norm(x, weight, 1e-3, 1.0)
-        return *normed, swiglu(gate_up), geglu(gate_up), *results
+        gated = swiglu(gate_up), geglu(gate_up), swiglu(gate_up, 0.5)
+        return *normed, *gated, *results
 
     compiled = torch.compile(operations, fullgraph=True, dynamic=False)
     for run in (operations, compiled):
