@@ -191,7 +191,7 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": (
         "gemma2",
-        {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0, **_GEMMA, **_LAYERS},
+        {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0, **_GEMMA, **_LAYERS},
     ),
     "gemma3_text": (
         "gemma3_text",

@@ -280,6 +280,8 @@ def dialect(kind: str, rng: random.Random, rope: dict[str, Any]) -> dict[str, An
         found |= {"residual_multiplier": rng.choice((1.0, 0.25)), "logits_scaling": 0.5}
     if kind in ("gemma2", "gemma3_text"):
         found |= {"attn_logit_softcapping": None, "query_pre_attn_scalar": rng.choice((8, 20))}
+        if kind == "gemma2":
+            found["attn_logit_softcapping"] = rng.choice((None, 0.5, 50.0))
         found["final_logit_softcapping"] = rng.choice((None, 3.0))
         found["hidden_activation"] = rng.choice(("gelu_pytorch_tanh", "silu"))
     if kind in ("glm4", "ministral3", "gemma2", "gemma3_text", "seed_oss", "mistral"):

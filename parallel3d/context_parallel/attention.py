@@ -95,6 +95,7 @@ def attend_within(
     kernel: str = AUTO,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attends from each query to the keys of its own document up to the query's position.
 
@@ -106,9 +107,10 @@ def attend_within(
         kernel: the key `attention_kernel`.
         scale: factor that multiplies the scores; None: head_dim^-½.
         sinks: the sinks of the heads of q, or None for none.
+        cap: c of the scores c · tanh(score / c), which needs kernel=math; None: no cap.
     """
     of = documents.blocks
-    where = ONE_RANK.handle, of.table, of.calls, of.edges, None, None, kernel, False, scale
+    where = ONE_RANK.handle, of.table, of.calls, of.edges, None, None, kernel, False, scale, cap
     return _attend(q, k, v, *where) if sinks is None else _attend_sinks(q, k, v, sinks, *where)
 
 
@@ -121,6 +123,7 @@ def attend_across(
     kernel: str = AUTO,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attends from this rank's queries to the keys of all ranks, within each query's document.
 
@@ -129,7 +132,7 @@ def attend_across(
     """
     of = shard.blocks
     tables = of.table, of.calls, of.edges, shard.order, shard.places
-    where = cp.handle, *tables, kernel, cp.keeps, scale
+    where = cp.handle, *tables, kernel, cp.keeps, scale, cap
     return _attend(q, k, v, *where) if sinks is None else _attend_sinks(q, k, v, sinks, *where)
 
 
@@ -148,6 +151,7 @@ class _Run(NamedTuple):
     kernel: str
     keeps: bool
     scale: float | None
+    cap: float | None
     has_sinks: bool = False
 
     @property
@@ -157,7 +161,8 @@ class _Run(NamedTuple):
     def block(self, i: int) -> Block:
         blocks = AttentionBlocks(self.table, self.calls, self.edges)
         is_only = self.cp.group.size == 1
-        return Block.of(blocks, i, is_only, self.scale, needs_sums=self.has_sinks or not is_only)
+        needs_sums = self.has_sinks or not is_only
+        return Block.of(blocks, i, is_only, self.scale, needs_sums, self.cap)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +224,7 @@ def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -
 
 WHERE = (
     "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? order, Tensor? places, "
-    "str kernel, bool keeps, float? scale"
+    "str kernel, bool keeps, float? scale, float? cap"
 )
 KEPT = "Tensor out, Tensor sums, Tensor kept"
 _attend = operator(

@@ -26,6 +26,7 @@ from parallel3d.config.values import CUDNN, FLASH, MATH
 from parallel3d.context_parallel.documents import AttentionBlocks
 from parallel3d.context_parallel.varlen_calls import calls_of, rows_of
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.device.capping import scaled_and_capped, slope_of
 from parallel3d.private_names import (
     cpu_flash_backward,
     cpu_flash_forward,
@@ -117,6 +118,7 @@ class Block(NamedTuple):
         scale: factor that multiplies the scores; None: head_dim^-½.
         needs_sums: whether attention to the block must return its sums; if it is false, they may
             be undefined where the gradients do not need them.
+        cap: c of the scores c · tanh(score / c), which no kernel computes; None: no cap.
     """
 
     table: Tensor
@@ -126,6 +128,7 @@ class Block(NamedTuple):
     is_only: bool
     scale: float | None = None
     needs_sums: bool = True
+    cap: float | None = None
 
     @classmethod
     def of(
@@ -135,9 +138,10 @@ class Block(NamedTuple):
         is_only: bool = False,
         scale: float | None = None,
         needs_sums: bool = True,
+        cap: float | None = None,
     ) -> Block:
         tables = blocks.table[i], blocks.calls[i], blocks.edges[i]
-        return cls(*tables, i == 0, is_only, scale, needs_sums)
+        return cls(*tables, i == 0, is_only, scale, needs_sums or cap is not None, cap)
 
     @property
     def segments(self) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
@@ -239,7 +243,9 @@ def attend_block(
             found = flash_forward(*parts, *of_call, *how, scale=block.scale)
             put(out[rows], sums[rows], found[0], found[1].T)
         return
-    attended = plain_attended if block.needs_sums else _plain_alone
+    attended: Callable[..., tuple[Tensor, Tensor]] = _plain_alone
+    if block.needs_sums:
+        attended = functools.partial(plain_attended, cap=block.cap)
     if uses_cpu_kernel(q, kernel):
         attended = cpu_attended
     with allowed(kernel):
@@ -284,7 +290,9 @@ def differentiate_block(
         return
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = cpu_gradients
     if not uses_cpu_kernel(q, kernel):
-        gradients = plain_gradients if block.needs_sums else _plain_gradients_alone
+        gradients = _plain_gradients_alone
+        if block.needs_sums:
+            gradients = functools.partial(plain_gradients, cap=block.cap)
     put = Tensor.copy_ if block.is_only else Tensor.add_
     for queries, keys, before in block.segments:
         reads = [(keys, True)] if block.is_first else []
@@ -444,10 +452,12 @@ def plain_gradients(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of q, k and v by the formula (Dao et al. 2022, §B.2).
 
-    With P = softmax(scores) this is dV = Pᵀ·dO, dP = dO·Vᵀ and dS = P ∘ (dP − rowsum(dP ∘ P)).
+    With P = softmax(scores) this is dV = Pᵀ·dO, dP = dO·Vᵀ and dS = P ∘ (dP − rowsum(dP ∘ P)). A
+    cap multiplies dS by its slope.
 
     `out` and `sums` are the results over all keys of a query; they may be None if `k` has all of
     these keys.
@@ -456,7 +466,7 @@ def plain_gradients(
     times, scale = q.shape[1] // k.shape[1], scale_of(q, scale)
     k, v = (x.to(accum_dtype).repeat_interleave(times, 1) for x in (k, v))
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (q, k, v))
-    for rows, queries, scores in _plain_scores(q, k, causal, scale, mask):
+    for rows, queries, scores in _plain_scores(q, k, causal, scale, mask, cap):
         keys, values = (x[:, :, : scores.shape[-1]] for x in (k, v))
         of_out = grad[:, :, rows].to(accum_dtype)
         of_p = of_out @ values.transpose(-2, -1)
@@ -466,7 +476,8 @@ def plain_gradients(
         else:
             p = (scores - sums[:, :, rows].unsqueeze(-1)).exp()
             along = (of_out * out[:, :, rows]).sum(-1, keepdim=True)
-        of_scores = p * (of_p - along) * scale
+        z = scores if cap is None else scores.clamp(min=-cap)  # hidden keys have a slope of 0
+        of_scores = p * (of_p - along) * slope_of(z, scale, cap)
         of_q[:, :, rows] = of_scores @ keys
         of_k[:, :, : keys.shape[2]] += of_scores.transpose(-2, -1) @ queries
         of_v[:, :, : keys.shape[2]] += p.transpose(-2, -1) @ of_out
@@ -480,13 +491,19 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def _plain_scores(
-    q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None,
+    cap: float | None,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields (a range of queries, these queries, their scores with the keys that they see)."""
     for begin in range(0, q.shape[2], ROWS):
         rows = slice(begin, min(begin + ROWS, q.shape[2]))
         queries = q[:, :, rows].to(k.dtype)
-        scores = queries @ k[:, :, : rows.stop if causal else None].transpose(-2, -1) * scale
+        products = queries @ k[:, :, : rows.stop if causal else None].transpose(-2, -1)
+        scores = scaled_and_capped(products, scale, cap)
         if causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
             scores = scores.masked_fill(later.triu(begin + 1), -torch.inf)
@@ -496,14 +513,20 @@ def _plain_scores(
 
 
 def plain_attended(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result and log Σ exp(scores) of each query, in fp32 or better."""
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.to(accum_dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = [
         (scores.softmax(-1) @ v[:, :, : scores.shape[-1]], scores.logsumexp(-1))
-        for _, _, scores in _plain_scores(q, k, causal, scale_of(q, scale), mask)
+        for _, _, scores in _plain_scores(q, k, causal, scale_of(q, scale), mask, cap)
     ]
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(sums, 2)

@@ -12,6 +12,7 @@ and then sends the gradients back in fp32 or better. They are added in rank orde
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ def attend_in_window(
     kernel: str = AUTO,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attends from each query to the keys that it sees through a window.
 
@@ -60,11 +62,12 @@ def attend_in_window(
         k, v: the same, with as many heads or fewer.
         scale: factor that multiplies the scores; None: head_dim^-½.
         sinks: the sinks of the heads of q, or None for none.
+        cap: c of the scores c · tanh(score / c), which needs kernel=math; None: no cap.
     """
     halo = blocks.halo
     exchange = (halo.sent, halo.order, halo.places, halo.counts) if halo else (None,) * 4
     tables = blocks.table, blocks.calls, blocks.edges
-    where = cp.handle, *tables, *exchange, kernel, blocks.window, scale
+    where = cp.handle, *tables, *exchange, kernel, blocks.window, scale, cap
     return _attend(q, k, v, *where) if sinks is None else _attend_sinks(q, k, v, sinks, *where)
 
 
@@ -82,6 +85,7 @@ class _Run(NamedTuple):
     kernel: str
     window: int
     scale: float | None
+    cap: float | None
 
     @property
     def band(self) -> dict[str, Any]:
@@ -165,7 +169,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor
             found = flash_forward(*parts, *of_call, 0.0, True, False, **run.band)
             whole_out[rows], logs[rows] = found[0], found[1].T
         return out, sums
-    attended = cpu_attended if uses_cpu_kernel(q, run.kernel) else plain_attended
+    attended: Callable[..., tuple[Tensor, Tensor]] = partial(plain_attended, cap=run.cap)
+    if uses_cpu_kernel(q, run.kernel):
+        attended = cpu_attended
     for chunks in chunks_of(run.table):
         mask = _mask(chunks, run.window, q)
         parts = chunks.of_queries(queries), chunks.of_keys(keys), chunks.of_keys(values)
@@ -203,7 +209,7 @@ def _backward(
             of_k[span].add_(found[1])
             of_v[span].add_(found[2])
     else:
-        gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = plain_gradients
+        gradients: Callable[..., tuple[Tensor, ...]] = partial(plain_gradients, cap=run.cap)
         if uses_cpu_kernel(q, run.kernel):
             gradients = cpu_gradients
         for chunks in chunks_of(run.table):
@@ -254,7 +260,8 @@ def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -
 
 WHERE = (
     "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? sent, Tensor? order, "
-    "Tensor? places, Tensor? counts, str kernel, int window, float? scale"
+    "Tensor? places, Tensor? counts, str kernel, int window, "
+    "float? scale, float? cap"
 )
 STEPS = _forward, _forward_shape, _backward, _backward_shape
 KEPT = "Tensor out, Tensor sums"

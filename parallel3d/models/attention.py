@@ -54,6 +54,8 @@ class AttentionOptions:
         rope: index of the rotary table in `Positions.rotary`, or None for no rotation.
         dropout: dropout of attention probabilities, which is slower than PyTorch's kernels; used
             only if the samples' indices are given.
+        cap: c of the scores c · tanh(score / c), or None for no cap. No kernel caps them, so they
+            are computed as with kernel=math.
     """
 
     kernel: str = AUTO
@@ -62,6 +64,7 @@ class AttentionOptions:
     window: int | None = None
     rope: int | None = None
     dropout: Dropout | None = None
+    cap: float | None = None
 
 
 def choose_kernel(blueprint: Blueprint, device: torch.device) -> str:
@@ -190,12 +193,13 @@ def attend_split(
     """Computes causal attention of separate q, k and v, which are already rotated.
 
     q is (b, heads, s, head_dim), like the result; k and v may have fewer heads. With `sinks`, as
-    with a window, the samples must have documents.
+    with a window or a cap, the samples must have documents.
     """
     documents, cp = inputs.documents, options.cp
-    kernel, scale, window = options.kernel, options.scale, options.window
+    scale, window, cap = options.scale, options.window, options.cap
+    kernel = options.kernel if cap is None else MATH
     shard = None if documents is None else documents.shard
-    needs_tables = window is not None or sinks is not None or shard is not None
+    needs_tables = any(x is not None for x in (window, sinks, cap, shard))
     if documents is not None and documents.are_samples and not needs_tables:
         documents = None
     exchanged = shard if cp.style == "heads" else None
@@ -216,19 +220,19 @@ def attend_split(
         k = k.float()
         v = v.float()
     if dropout is not None and samples is not None:
-        y = attend_dropping(q, k, v, dropout, samples, documents, scale, window, sinks)
+        y = attend_dropping(q, k, v, dropout, samples, documents, scale, window, sinks, cap)
     elif window is not None:
         held = documents if shard is None else shard
         # The tables were made when the batch was read.
         assert held is not None and held.window is not None
-        y = attend_in_window(q, k, v, held.window, cp, kernel, scale, sinks)
+        y = attend_in_window(q, k, v, held.window, cp, kernel, scale, sinks, cap)
     elif documents is None:
-        assert sinks is None
+        assert sinks is cap is None
         y = attend(q, k, v, is_causal=True, kernel=kernel, scale=scale)
     elif shard is None:
-        y = attend_within(q, k, v, documents, kernel, scale, sinks)
+        y = attend_within(q, k, v, documents, kernel, scale, sinks, cap)
     else:
-        y = attend_across(q, k, v, cp, shard, kernel, scale, sinks)
+        y = attend_across(q, k, v, cp, shard, kernel, scale, sinks, cap)
     y = y.to(dtype)
     return y if exchanged is None else to_tokens(y, cp, exchanged)
 

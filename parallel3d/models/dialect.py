@@ -191,6 +191,13 @@ class DialectKeys:
     attention_scale: float | None = key(
         None, "factor of the attention scores; null: head_dim^-½", above=0
     )
+    attention_logit_cap: float | None = key(
+        None,
+        "c of c · tanh(score / c), to which attention caps its scaled scores before the mask "
+        "(Gemma 2); no kernel does so, so the scores are materialised; null: no cap",
+        above=0,
+        tried=(50.0,),
+    )
     logit_scale: float = key(1.0, "factor of the logits (Granite, Cohere)", above=0)
     logit_cap: float | None = key(
         None, "c of c · tanh(logits / c), after the scale (Gemma); null: no cap", above=0

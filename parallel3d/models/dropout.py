@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from parallel3d.context_parallel.document_attention import scale_of
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.device.capping import scaled_and_capped, slope_of
 from parallel3d.device.fused import fused, operator
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
 from parallel3d.models.layer_inputs import LayerInputs
@@ -156,6 +157,7 @@ def attend_dropping(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Computes dropout(softmax(scale · q·kᵀ + causal mask))·v.
 
@@ -172,6 +174,7 @@ def attend_dropping(
         scale: factor that multiplies the scores, or None for head_dim^-½.
         window: number of keys that a query sees, including its own, or None for all up to its own.
         sinks: the sinks of the heads, which join the softmax and are never dropped, or None.
+        cap: c of the scores c · tanh(score / c), or None for no cap.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -186,7 +189,7 @@ def attend_dropping(
         first = (places - (window - 1)).clamp(min=0).to(torch.int32)
         starts = first.expand(len(q), -1) if starts is None else starts.maximum(first)
     of_masks = starts, positions, samples, dropout.site, dropout.first_head, dropout.p
-    how = *of_masks, scale_of(q, scale)
+    how = *of_masks, scale_of(q, scale), cap
     if sinks is None:
         return _dropped_attention(q, k, v, *how)
     return _dropped_attention_with_sinks(q, k, v, sinks, *how)
@@ -225,10 +228,16 @@ def _divisor(n: int, most: int) -> int:
     return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
 
 
+def _capped(products: Tensor, cap: float | None) -> Tensor:
+    """Returns the scores, in fp32 or better, of products of keys and scaled queries."""
+    wide = products.to(torch.promote_types(products.dtype, torch.float32))
+    return scaled_and_capped(wide, 1.0, cap)
+
+
 def _probabilities(
     scores: Tensor, positions: Tensor, starts: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the softmax, in fp32 or better, over the keys that each query sees.
+    """Returns the softmax of scores, fp32 or better, over the keys that each query sees.
 
     With `sinks`, also returns the probabilities of the sinks (b, heads, s, 1).
     `positions`: the positions of the queries, (b or 1, s).
@@ -237,7 +246,6 @@ def _probabilities(
     unseen = key > positions[:, None, :, None]
     if starts is not None:
         unseen = unseen | (key < starts[:, None, :, None])
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores.masked_fill(unseen, -torch.inf)
     if sinks is None:
         return scores.softmax(-1), None
@@ -248,33 +256,36 @@ def _probabilities(
 
 @fused
 def dropped_softmax(
-    scores: Tensor,
+    products: Tensor,
     positions: Tensor,
     starts: Tensor | None,
     low: Tensor,
     high: Tensor,
     p: float,
     sinks: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
-    probabilities, _ = _probabilities(scores, positions, starts, sinks)
-    dropped = are_dropped(low, high, scores.shape[-1], p)
-    return without(probabilities, dropped, p).to(scores.dtype)
+    probabilities, _ = _probabilities(_capped(products, cap), positions, starts, sinks)
+    dropped = are_dropped(low, high, products.shape[-1], p)
+    return without(probabilities, dropped, p).to(products.dtype)
 
 
 @fused
 def dropped_softmax_backward(
     grad: Tensor,
-    scores: Tensor,
+    products: Tensor,
     positions: Tensor,
     starts: Tensor | None,
     low: Tensor,
     high: Tensor,
     p: float,
     sinks: Tensor | None,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the recomputed result of the forward, and the gradients of scores and sinks."""
+    """Returns the recomputed result of the forward, and the gradients of products and sinks."""
     # Let Z be the mask divided by 1 − p. Then dP = Z ∘ (dO·Vᵀ) and dS = P ∘ (dP − Σ dP ∘ P)
     # (Dao et al. 2022, §B.2). A sink's value is 0, and so is its dP.
+    scores, dtype = _capped(products, cap), products.dtype
     probabilities, of_sinks = _probabilities(scores, positions, starts, sinks)
     dropped = are_dropped(low, high, scores.shape[-1], p)
     of_probabilities = without(grad.to(probabilities.dtype), dropped, p)
@@ -282,8 +293,9 @@ def dropped_softmax_backward(
     of_scores = of_probabilities.sub_(along).mul_(probabilities)
     if of_sinks is not None:
         of_sinks = of_sinks.mul_(along).sum((0, 2, 3)).neg_()
-    kept = without(probabilities, dropped, p).to(scores.dtype)
-    return kept, of_scores.to(scores.dtype), of_sinks
+    if cap is not None:
+        of_scores.mul_(slope_of(scores, 1.0, cap))
+    return without(probabilities, dropped, p).to(dtype), of_scores.to(dtype), of_sinks
 
 
 def _scores(
@@ -291,6 +303,7 @@ def _scores(
     q: Tensor,
     k: Tensor,
     sinks: Tensor | None,
+    cap: float | None,
     starts: Tensor | None,
     positions: Tensor | None,
     samples: Tensor,
@@ -298,12 +311,12 @@ def _scores(
     head: int,
     p: float,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of a block's softmax: its scores, and the data of the two masks.
+    """Returns the arguments of a block's softmax: its products, and the data of the two masks.
 
     `q` is already scaled.
     """
     of, rows, keys = block
-    scores = q[of, :, rows] @ k[of, :, :keys].mT
+    products = q[of, :, rows] @ k[of, :, :keys].mT
     if positions is None:
         places = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=q.device)[None]
     else:
@@ -311,7 +324,7 @@ def _scores(
     shape = (q.shape[1], places.shape[1])
     low, high = row_keys(starts_of_keys(samples[of], site), shape, head, places)
     starts = None if starts is None else starts[of, rows]
-    return scores, places, starts, low, high, p, sinks
+    return products, places, starts, low, high, p, sinks, cap
 
 
 def _forward(
@@ -322,10 +335,10 @@ def _forward(
     *how: Any,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    *where, scale = how
+    *where, scale, cap = how
     out, q = _empty(q), q * scale
     for block in _blocks(q, k.shape[2]):
-        kept = dropped_softmax(*_scores(block, q, k, sinks, starts, *where))
+        kept = dropped_softmax(*_scores(block, q, k, sinks, cap, starts, *where))
         out[block.samples, :, block.rows] = kept @ v[block.samples, :, : block.keys]
     return out
 
@@ -339,7 +352,7 @@ def _backward(
     *how: Any,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    *where, scale = how
+    *where, scale, cap = how
     of_q = _empty(q)
     of_sinks = None if sinks is None else torch.zeros_like(sinks)
     q, accum_dtype = q * scale, torch.promote_types(q.dtype, torch.float32)
@@ -347,7 +360,7 @@ def _backward(
     for block in _blocks(q, k.shape[2]):
         of, rows, keys = block
         of_out = grad[of, :, rows]
-        scores = _scores(block, q, k, sinks, starts, *where)
+        scores = _scores(block, q, k, sinks, cap, starts, *where)
         of_kept = of_out @ v[of, :, :keys].mT
         kept, of_scores, of_part = dropped_softmax_backward(of_kept, *scores)
         if of_sinks is not None and of_part is not None:
@@ -365,7 +378,8 @@ def _empty(like: Tensor) -> Tensor:
 
 
 WHERE = (
-    "Tensor? starts, Tensor? positions, Tensor samples, Tensor site, int head, float p, float scale"
+    "Tensor? starts, Tensor? positions, Tensor samples, Tensor site, int head, float p, "
+    "float scale, float? cap"
 )
 _dropped_attention = operator(
     "dropped_attention",

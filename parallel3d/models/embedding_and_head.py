@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from parallel3d.device.capping import scaled_and_capped
 from parallel3d.models import declared
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.layer_inputs import LayerInputs
@@ -19,7 +20,7 @@ from parallel3d.tensor_parallel.embedding import (
     look_up,
 )
 from parallel3d.tensor_parallel.linear_ops import linear_node
-from parallel3d.tensor_parallel.loss import HeadLoss, Objective, scaled_and_capped
+from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
 
 

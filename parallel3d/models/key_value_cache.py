@@ -72,14 +72,16 @@ class KeyValueCache:
         (q, k, v), gate = attention.cached_heads(x, positions)
         self._keep(torch.stack((k, v)), end)
         sinks = attention.sinks
-        if first == 0 and (options.window is not None or sinks is not None):
+        is_plain = sinks is None and options.cap is None
+        if first == 0 and not (is_plain and options.window is None):
             split = SequenceSplit(end, window=options.window)
             samples = LayerInputs(documents=whole_samples(1, x.device, split))
             return attention.output(attend_split(q, k, v, samples, options, sinks), gate)
         k, v = self.kept[:, :, :, :end]
-        if sinks is not None:  # the kernels of `attend` return no sums; one query has few scores
-            y, sums = plain_attended(q, k, v, False, options.scale)
-            return attention.output(join_sinks(y, sums, sinks)[0].to(q.dtype), gate)
+        if not is_plain:  # no kernel of `attend` serves; one query has few scores
+            y, sums = plain_attended(q, k, v, False, options.scale, cap=options.cap)
+            y = y if sinks is None else join_sinks(y, sums, sinks)[0]
+            return attention.output(y.to(q.dtype), gate)
         if not kernel_shares_heads(q):
             k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         y = attend(q, k, v, is_causal=first == 0, kernel=options.kernel, scale=options.scale)

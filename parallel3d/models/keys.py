@@ -15,6 +15,7 @@ from parallel3d.config.values import (
     FREE,
     HALF_PRECISION,
     KERNELS,
+    MATH,
     NARROW,
     PACKAGES,
     REFUSED,
@@ -251,6 +252,12 @@ class ModelConfig(  # dataclass fields of the last base class come first
         window = self.sliding_window if slides else None
         heads = self.num_attention_heads
         return AttentionKind(window, rope, heads, self.kv_heads, self.head_size)
+
+    @property
+    def attention_reads_documents(self) -> bool:
+        """Whether attention reads tables of documents even if each sample is one document."""
+        others = self.sliding_window, self.attention_logit_cap
+        return self.attention_sinks or any(key is not None for key in others)
 
     @property
     def attention_kinds(self) -> list[AttentionKind]:
@@ -514,6 +521,14 @@ CONFLICTS = (
         {"attention_kernel": OneOf(CUDNN), "model.sliding_window": NoneOf(None)},
         "{attention_kernel} has no window, but {model.sliding_window}",
         (("attention_kernel", FLASH), ("model.sliding_window", None)),
+    ),
+    Conflict(
+        {
+            "attention_kernel": OneOf(FLASH, CUDNN, *PACKAGES),
+            "model.attention_logit_cap": NoneOf(None),
+        },
+        "{attention_kernel} does not cap scores, but {model.attention_logit_cap}",
+        (("attention_kernel", MATH), ("model.attention_logit_cap", None)),
     ),
     Conflict(
         {"attention_kernel": OneOf(CUDNN), "model.attention_sinks": OneOf(True)},

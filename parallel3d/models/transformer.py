@@ -93,7 +93,13 @@ class Attention(nn.Module):
             dropout = Dropout(ctx.init.seed, site, model.dropout, first_head=first)
         rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.options = AttentionOptions(
-            ctx.attention_kernel, cp, model.attention_scale, kind.window, rope, dropout
+            ctx.attention_kernel,
+            cp,
+            model.attention_scale,
+            kind.window,
+            rope,
+            dropout,
+            model.attention_logit_cap,
         )
         self.qkv = ColumnParallelLinear.of(part_of(held, "qkv"), **ctx.linear_arguments)
         self.head_norm = norm_of_heads(part_of(held, "head_norm"), model, self.shape, ctx)
@@ -390,7 +396,7 @@ class Stage(StageModule):
         self.switches = tuple(rope_switch(model, rope) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
-        self.needs_documents = self.window is not None or model.attention_sinks
+        self.needs_documents = model.attention_reads_documents
         self.hands_states = declared.hands_states(model)
         kinds = [block.kind for block in self.blocks.values()]
         self.graph_blocks = graph_size(kinds, [kind[0] for kind in kinds])
@@ -445,8 +451,8 @@ class Stage(StageModule):
     def with_positions(self, inputs: LayerInputs, batch: int, length: int) -> LayerInputs:
         """Adds the positions of `batch` samples of `length` tokens to `inputs`.
 
-        Attention with a window or with sinks needs documents: if there are none, each sample is one
-        document.
+        Attention with a window, sinks or a cap needs documents: if there are none, each sample is
+        one document.
         """
         rotary, temperature, documents = self.rotary, self.temperature, inputs.documents
         if rotary or temperature is not None:

@@ -14,6 +14,7 @@ from parallel3d.blueprint.sizes import loss_chunks
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
+from parallel3d.device.capping import scaled_and_capped, slope_of
 from parallel3d.device.fused import fused, fuses
 from parallel3d.device.matmul import matmul
 from parallel3d.parameters.gradients import add_matmul
@@ -54,17 +55,6 @@ class Objective:
     def transforms(self) -> bool:
         """Whether the logits differ from the head's products."""
         return self.scale != 1.0 or self.cap is not None
-
-
-def scaled_and_capped(products: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Scales and caps the head's products into logits (Gemma 2 report, arXiv:2408.00118, §2)."""
-    z = products if scale == 1.0 else products * scale
-    return z if cap is None else cap * torch.tanh(z / cap)
-
-
-def slope_of(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
-    """Returns the derivative of the logits z with respect to the head's products."""
-    return scale if cap is None else scale * (1.0 - (z / cap).square())
 
 
 @fused

@@ -361,9 +361,10 @@ def dead_weights(names: Iterable[str], model: ModelConfig) -> frozenset[str]:
     """Returns weights whose exact gradient is zero, so that they stay 0 but for rounding.
 
     A key bias adds the same to all scores of a query, unless RoPE turns it by the key's position or
-    a norm of the key follows it. A sink is a further score, to which it adds nothing.
+    a norm of the key follows it. A sink is a further score, to which it adds nothing, and a cap
+    bends the scores.
     """
-    if model.qk_norm or model.attention_sinks:
+    if model.qk_norm or model.attention_sinks or model.attention_logit_cap:
         return frozenset()
     turns = [model.attention_kind(layer).rope is not None for layer in range(model.num_layers)]
     dead = {f"layers.{layer}.attention.k.bias" for layer, turned in enumerate(turns) if not turned}

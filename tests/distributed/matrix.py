@@ -102,6 +102,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "qk_norm": ("none", "head", "full"),  # width of the norm
         "attention gate": (False, True),
         "attention sinks": (False, True),
+        "score cap": (False, True),
         "scales": ("none", "all"),
         "logit cap": (False, True),
         "heads": (8, 12),
@@ -192,6 +193,11 @@ REFUSED = (
         "a ring has no dropout",
         ("cp", "style", "dropout"),
         lambda cp, style, dropout: cp == 1 or style != "ring" or not dropout,
+    ),
+    Rule(
+        "no flash kernel caps scores",
+        ("kernel", "score cap"),
+        lambda kernel, cap: kernel != "flash" or not cap,
     ),
     Rule(
         "gathered q and k are of whole sequences",
@@ -772,6 +778,8 @@ def _model(levels: Levels) -> dict[str, Any]:
         model |= {"qk_norm": True, "qk_norm_width": levels["qk_norm"]}
     if levels["attention gate"]:
         model["attention_gate"] = True
+    if levels["score cap"]:
+        model["attention_logit_cap"] = 0.5
     if levels["attention sinks"]:
         model["attention_sinks"] = True
     if levels["scales"] == "all":

@@ -21,7 +21,7 @@ from tests.distributed.harness import References, Sizes, check_caught
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
     ATTENTION,
-    DECODED,
+    CACHED_STEP,
     DROPPED_ATTENTION,
     FIRST_HEAD,
     INITIAL_VALUES,
@@ -52,21 +52,21 @@ def without(sinks: Tensor) -> Tensor:
 
 @planted(WINDOW_ATTENTION)
 def no_sinks_in_windows(sound: Any, *given: Any) -> Tensor:
-    *most, sinks = given
-    return sound(*most, without(sinks))
+    *most, sinks, cap = given
+    return sound(*most, without(sinks), cap)
 
 
 @planted(DROPPED_ATTENTION)
 def no_sinks_with_dropout(sound: Any, *given: Any) -> Tensor:
-    *most, sinks = given
-    return sound(*most, without(sinks))
+    *most, sinks, cap = given
+    return sound(*most, without(sinks), cap)
 
 
 @planted(DROPPED_ATTENTION)
 def sinks_are_dropped(sound: Any, *given: Any) -> Tensor:
     """The probability of a sink is divided by 1 − p, as that of a key that is kept."""
-    *most, sinks = given
-    return sound(*most, sinks - torch.log(torch.tensor(0.8)))
+    *most, sinks, cap = given
+    return sound(*most, sinks - torch.log(torch.tensor(0.8)), cap)
 
 
 class WithoutSinks:
@@ -77,14 +77,14 @@ class WithoutSinks:
         return None if name == "sinks" else getattr(self.attention, name)
 
 
-@planted(DECODED)
+@planted(CACHED_STEP)
 def no_sinks_in_decoding(
     sound: Any, cache: KeyValueCache, x: Tensor, first: int, *more: Any
 ) -> Tensor:
     """The tokens after the prompt attend without sinks."""
     attention = cache.attention
     if first > 0:
-        cache.attention = WithoutSinks(attention)  # type: ignore[assignment]
+        cache.attention = WithoutSinks(attention)
     found = sound(cache, x, first, *more)
     cache.attention = attention
     return found

@@ -120,6 +120,7 @@ PLAIN: Mapping[str, Any] = {
     "embedding_scale": 1.0,
     "residual_scale": 1.0,
     "attention_scale": None,
+    "attention_logit_cap": None,
     "logit_scale": 1.0,
     "logit_cap": None,
     "layer_types": (),
@@ -356,6 +357,8 @@ class Attention(nn.Module):
         for h in range(self.heads):
             keys = k[:, h // group]
             scores = q[:, h] @ keys.transpose(-1, -2) * scale
+            if (cap := option(self.shape, "attention_logit_cap")) is not None:
+                scores = cap * torch.tanh(scores / cap)
             scores = scores.masked_fill(unseen, -math.inf)
             if self.has_sinks:  # a further key, whose value is 0
                 sink = self.sinks[h].expand(*scores.shape[:-1], 1)

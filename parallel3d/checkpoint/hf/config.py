@@ -73,8 +73,6 @@ SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fa
 # transformers' name of the gate's non-linearity → model.activation, and the reverse for an export.
 GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(SPELLINGS, "geglu")}
 GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
-# Key → the reason for refusing its values, which ends the message.
-WHY = {"attn_logit_softcapping": ", as no attention kernel of parallel3d caps the scores"}
 # Dense families with RoPE; an export uses the first of those that contradict the fewest keys.
 _DENSE = (QWEN3, QWEN2, *(kind for kind in DENSE if kind not in (QWEN3, QWEN2, GPT2)))
 EOS = "eos_token_id"
@@ -264,7 +262,7 @@ def _wanted_scales(model: ModelConfig, family: Family) -> list[tuple[str, Any, t
     usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "logit_cap": None}
     if family.root_scale:
         usual["embedding_scale"] = model.hidden_size**0.5
-    usual["attention_scale"] = _head_scale(model)
+    usual |= {"attention_scale": _head_scale(model), "attention_logit_cap": None}
     free = {scale.ours for scale in family.scales}
     wanted = [(key, _scale(model, key), (one,)) for key, one in usual.items() if key not in free]
     for scale in family.scales:
@@ -404,7 +402,7 @@ def from_hf(config: dict[str, Any]) -> HFConfig:
         keys.expect(key, allowed)
     for key, allowed in (FIXED | dict(family.fixed)).items():
         default = family.defaults.get(key, allowed[0])
-        keys.require(key, allowed, default, WHY.get(key, ""))
+        keys.require(key, allowed, default)
     found: dict[str, Any] = {"name": f"hf_{kind}"}
     for ours, llama, gpt2 in _KEYS:
         theirs = gpt2 if kind == GPT2 else llama

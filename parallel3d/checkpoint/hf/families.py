@@ -375,7 +375,7 @@ _GPT2_SIZES = {
     "initializer_range": 0.02,
 }
 _GEMMA_DEFAULTS = {"tie_word_embeddings": True}
-_GEMMA_FIXED = {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)}
+_GEMMA_FIXED = {"use_bidirectional_attention": (None, False)}
 
 
 def _cap(usual: float | None) -> Scale:
@@ -804,9 +804,7 @@ FAMILIES: dict[str, Family] = {
     GEMMA2: Family(
         "Gemma 2",
         "Gemma2ForCausalLM",
-        _sizes(2304, 26, 8, 4, 9216, 8192, 256000)
-        | _GEMMA_DEFAULTS
-        | {"attn_logit_softcapping": 50.0},
+        _sizes(2304, 26, 8, 4, 9216, 8192, 256000) | _GEMMA_DEFAULTS,
         fixed=_GEMMA_FIXED,
         ignored="hidden_act",
         norms=GEMMA_NORMS,
@@ -821,6 +819,7 @@ FAMILIES: dict[str, Family] = {
         root_scale=True,
         scales=(
             _QUERY_SCALAR,
+            Scale("attention_logit_cap", "attn_logit_softcapping", 50.0, may_be_off=True),
             _cap(30.0),
         ),
         has_pad=True,
@@ -829,7 +828,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma 3",
         "Gemma3ForCausalLM",
         _sizes(2304, 26, 8, 4, 9216, 131072, 262208) | _GEMMA_DEFAULTS,
-        fixed=_GEMMA_FIXED,
+        fixed=_GEMMA_FIXED | {"attn_logit_softcapping": (None,)},
         ignored="hidden_act _sliding_window_pattern",
         norms=GEMMA_NORMS,
         head_dim=256,

@@ -109,7 +109,9 @@ FAMILIES = {
         **SLIDES,
     ),
     "ministral3": replace(LLAMA, query_temperature=0.1, rope_attention_factor=1.0, **YARN),
-    "gemma2": replace(GEMMA2, layer_types=["sliding", "full"], logit_cap=30.0),
+    "gemma2": replace(
+        GEMMA2, layer_types=["sliding", "full"], logit_cap=30.0, attention_logit_cap=50.0
+    ),
     "gemma3_text": GEMMA3,
     # Older families with unusual values of their keys.
     "llama": replace(LLAMA, activation="geglu", **YARN),
@@ -168,6 +170,7 @@ def test_an_export_has_the_format_of_the_folder_that_was_imported(kind: str) -> 
         ("olmo2", {"residual_scale": 0.5}, "model.residual_scale=0.5"),
         ("olmo2", {"attention_gate": True}, "model.attention_gate=true"),
         ("olmo2", {"attention_sinks": True}, "model.attention_sinks=true"),
+        ("gemma3_text", {"attention_logit_cap": 50.0}, "model.attention_logit_cap=50"),
         ("exaone4", {"layer_types": ["sliding", "full"], "qk_norm": False}, "model.norm_position"),
         ("gemma3_text", {"embedding_scale": 2.0}, "model.embedding_scale=2"),
         ("gemma3_text", {"attention_scale": 0.3}, "model.attention_scale=0.3"),
@@ -277,7 +280,11 @@ def test_bases_and_scalings_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "gemma2"}, "attn_logit_softcapping=50.0, which our model cannot express: "),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping=50.0, which our model cannot express",
+        ),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional"),
         ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window must be a whole"),
         ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),

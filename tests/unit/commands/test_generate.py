@@ -61,6 +61,7 @@ GEMMA = dataclasses.replace(
     embedding_scale=5.7,
     residual_scale=0.6,
     attention_scale=0.3,
+    attention_logit_cap=0.5,
     logit_scale=0.7,
     logit_cap=2.0,
     query_temperature=0.4,

@@ -91,7 +91,7 @@ def test_gradients_without_a_kernel_are_the_same(rows: int) -> None:
 def test_the_compiler_knows_the_shapes_and_strides_of_both_operators() -> None:
     """It reads them from the operators' functions for tensors without values."""
     inputs, of = [t.detach() for t in leaves(2, 3, LENGTH, 4)], documents(PACKS[:2]).blocks
-    where = (ONE_RANK.handle, of.table, of.calls, of.edges, None, None, AUTO, False, None)
+    where = (ONE_RANK.handle, of.table, of.calls, of.edges, None, None, AUTO, False, None, None)
     operators = torch.ops.parallel3d.attention, torch.ops.parallel3d.attention_backward
     out, *kept = operators[0](*inputs, *where)
     backward = (torch.ones_like(out), *inputs, out, *kept, *where)

@@ -41,12 +41,20 @@ def leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def explicit(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor, p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    seen: Tensor,
+    p: float = 0.0,
+    cap: float | None = None,
 ) -> Tensor:
     """Computes attention in fp64 with a further score for each query, whose value is 0."""
     q, k, v, sinks = (x.double() for x in (q, k, v, sinks))
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    scores = scores if cap is None else (scores / cap).tanh() * cap
+    scores = scores.masked_fill(~seen, -torch.inf)
     further = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     chances = torch.cat((scores, further), -1).softmax(-1)[..., :-1]
     return (dropped(chances, NUMBERS, p, 7, SITE) if p else chances) @ v
@@ -166,7 +174,7 @@ def test_the_compiler_knows_the_shapes_and_strides_of_the_operators(window: int 
     documents, inputs = of_split(PACKS, window), [x.detach() for x in leaves()]
     of, name = documents.window or documents.blocks, "window_attention" if window else "attention"
     more = (None,) * 4 + (AUTO, window) if window else (None, None, AUTO, False)
-    where = (ONE_RANK.handle, of.table, of.calls, of.edges, *more, None)
+    where = (ONE_RANK.handle, of.table, of.calls, of.edges, *more, None, None)
     run = getattr(torch.ops.parallel3d, f"{name}_with_sinks")
     of_gradient = getattr(torch.ops.parallel3d, f"{name}_with_sinks_backward")
     out, *kept = run(*inputs, *where)

@@ -103,7 +103,7 @@ def test_gradients_are_finite_differences() -> None:
 @pytest.mark.slow
 def test_the_compilers_operator_has_the_same_bits() -> None:
     inputs, drop = leaves(2, 3, LENGTH, 4), Dropout(7, SITE, P, first_head=1)
-    where = (documents().starts, None, torch.tensor(NUMBERS), drop.site, 1, P, 4**-0.5)
+    where = (documents().starts, None, torch.tensor(NUMBERS), drop.site, 1, P, 4**-0.5, None)
     y, operated = ours(*inputs, True), torch.ops.parallel3d.dropped_attention(*inputs, *where)
     assert torch.equal(y, operated)
     grads = (torch.autograd.grad(x.square().sum(), inputs) for x in (y, operated))

@@ -19,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": DENSE,
     "rope": DENSE | GATED | {"position_embedding": "rope"},
     "attention gate": DENSE | GATED | {"attention_gate": True},
+    "score cap": DENSE | GATED | {"attention_logit_cap": 5.0},
     "attention sinks": DENSE | GATED | {"attention_sinks": True},
     "after": DENSE | GATED | {"norm_position": "after", "qk_norm": True},
     "sliding": DENSE | GATED | {"layer_types": ["sliding"], "sliding_window": 8},
