@@ -354,7 +354,7 @@ def check_bound(model: ModelConfig) -> None:
     elif model._target_ is not None or model.fields is not None:
         raise UserError(
             f"{TARGET}={show(model._target_)} and model.fields={show(model.fields)} are set by the "
-            "command line and fit(model=…) alone: give fields as model.NAME=…"
+            "command line and fit(model=…) alone: give fields as model.NAME=VALUE."
         )
 
 

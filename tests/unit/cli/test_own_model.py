@@ -213,7 +213,7 @@ BAD_VALUES = [
     ([f"model._target_={MODULE}.Wide", "model.width=a"], "model.width must be a whole number."),
     ([f"model._target_={MODULE}.Fails"], "building the parts of Fails raises RuntimeError: no emb"),
     ([f"model._target_={MODULE}.NoModule"], "embedding must return an nn.Module, but returned int"),
-    (["model.fields={hidden:3}"], "give fields as model.NAME=…"),
+    (["model.fields={hidden:3}"], "give fields as model.NAME=VALUE."),
 ]
 
 
