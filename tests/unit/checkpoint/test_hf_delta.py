@@ -29,7 +29,7 @@ from parallel3d.models import transformer
 from parallel3d.models.keys import ModelConfig
 from tests.huggingface import DIALECTS, EXPERTS, SIZES, filled, logits_of, read, save_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 MORE = {"hidden_size": 32, "max_position_embeddings": 24, "pad_token_id": None}
 MORE |= {"bos_token_id": 60, "eos_token_id": 60}
@@ -199,7 +199,6 @@ def distance(folder: Path, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("mutant", "name"), MUTANTS)
 def test_wrong_names_and_keys_change_the_logits(
     mutant: Any,
@@ -212,7 +211,6 @@ def test_wrong_names_and_keys_change_the_logits(
     assert distance(*folders[name]) > 1e-3
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe_text", "olmo_hybrid"])
 def test_packed_documents_have_the_logits_of_each_alone(name: str, tmp_path: Path) -> None:
     """transformers ignores the bounds of documents in its own form of the rule."""
@@ -228,7 +226,6 @@ def test_packed_documents_have_the_logits_of_each_alone(name: str, tmp_path: Pat
     assert float((found - joined).abs().max()) <= 1e-5 * float(joined.abs().max())
 
 
-@pytest.mark.nightly
 def test_norms_in_the_place_of_other_layers_have_no_tensors(
     folders: dict[str, tuple[Path, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +237,6 @@ def test_norms_in_the_place_of_other_layers_have_no_tensors(
         read(folders["olmo_hybrid"][0])
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["joined", "elsewhere"])
 def test_convolutions_are_read_joined_or_cut_elsewhere(how: str, tmp_path: Path) -> None:
     make("olmo_hybrid", tmp_path)
@@ -261,7 +257,6 @@ def test_convolutions_are_read_joined_or_cut_elsewhere(how: str, tmp_path: Path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.nightly
 def test_an_export_in_bf16_has_each_tensors_own_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
