@@ -20,7 +20,7 @@ from parallel3d.commands.evaluate.rows import take_rows
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.config.fields import with_values
 from parallel3d.config.user_files import check_free
-from parallel3d.config.values import TORCH, in_other_precision
+from parallel3d.config.values import in_other_precision
 from parallel3d.data.tokenizer import FOLDER, check_vocabulary, tokenizer_of
 from parallel3d.errors import UserError, closest, first_line, print_line
 from parallel3d.host.devices import check_numerics, choose_device
@@ -185,7 +185,7 @@ def of_run(
         "global_batch_size": config.dp or 1,
         "model": run.model,
         "attention_kernel": in_other_precision(run.attention_kernel),
-        "delta_kernel": TORCH,
+        "delta_kernel": in_other_precision(run.delta_kernel),
         "data.tokenizer": name,
         "precision.name": "fp64" if run.precision.name == "fp64" else "fp32",
     }

@@ -43,7 +43,7 @@ from parallel3d.commands.verify_causes import (
     findings_of_one_process,
 )
 from parallel3d.config.fields import spell, with_values
-from parallel3d.config.values import HALF_PRECISION, TORCH, in_other_precision
+from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import with_length
 from parallel3d.data.sampler import SampleSource
@@ -327,7 +327,7 @@ def variants(config: Config, steps: int) -> Iterator[Variant]:
         "precision.name": "fp64",
         "precision.lm_cross_entropy": "fp32",
         "attention_kernel": in_other_precision(config.attention_kernel),
-        "delta_kernel": TORCH,
+        "delta_kernel": in_other_precision(config.delta_kernel),
     }
     for optim in optimizers.values():
         yield Variant(with_values(config, in_fp64 | {"optim": optim}), EXACT)

@@ -85,8 +85,11 @@ NARROW = (FLASH, CUDNN, *PACKAGES)
 
 
 def in_other_precision(kernel: str) -> str:
-    """Returns the kernel for computing in fp32 or fp64, as `verify` and `generate` do."""
-    return AUTO if kernel in NARROW else kernel
+    """Returns the kernel for computing in fp32 or fp64, as `verify` and `generate` do.
+
+    It is one of attention, or one of gated DeltaNet.
+    """
+    return AUTO if kernel in (*NARROW, FLA) else kernel
 
 
 def words_of(value: str | Sequence[str]) -> tuple[str, ...]:

@@ -470,7 +470,8 @@ class OneTensorMore(Sound):
     class More(Embedding):
         def forward(self, inputs: p3d.Inputs) -> Any:
             x = super().forward(inputs)
-            return (x, x[0] - x[1]) if len(x) > 1 else (x,)
+            zero = x.new_zeros(1)
+            return (x, zero, x[0] - x[1]) if len(x) > 1 else (x, zero)
 
     class First(Block):
         def forward(self, x: Any, inputs: p3d.Inputs) -> Tensor:

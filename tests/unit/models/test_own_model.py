@@ -116,7 +116,7 @@ def test_the_flops_of_a_model_that_needs_values_follow_from_its_parameters() -> 
 
 
 def test_a_layer_of_this_package_must_be_split_over_the_ranks_of_tp() -> None:
-    values = OwnValues(torch.float32, torch.device("cpu"))
+    values = OwnValues(torch.float32, torch.device("cpu"), torch.float32)
     tp = Group("tp", (0, 1), 0, None)
     with pytest.raises(
         UserError,
