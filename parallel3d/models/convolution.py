@@ -71,8 +71,7 @@ def convolution_backward(
         end = wide.shape[1] - before
         seen = _seen(grad, places, before)
         of_weight.append((seen * wide[:, end - length : end]).sum((0, 1)))
-        of_tap = seen * weight[:, taps - 1 - before]
-        of_x = of_x + F.pad(of_tap, (0, 0, end - length, before))
+        of_x[:, end - length : end].addcmul_(seen, weight[:, taps - 1 - before].to(y.dtype))
     of_x = of_x[:, wide.shape[1] - x.shape[1] :]
     return of_x.to(x.dtype), torch.stack(of_weight[::-1], dim=1).to(weight.dtype)
 
@@ -84,8 +83,8 @@ def _convolved(x: Tensor, weight: Tensor, places: Tensor | None) -> Tensor:
     found = wide[:, wide.shape[1] - length :] * weight[:, taps - 1]
     for before in range(1, taps):
         end = wide.shape[1] - before
-        term = wide[:, end - length : end] * weight[:, taps - 1 - before]
-        found = found + _seen(term, places, before)
+        read = _seen(wide[:, end - length : end], places, before)
+        found.addcmul_(read, weight[:, taps - 1 - before].to(wide.dtype))
     return found
 
 
