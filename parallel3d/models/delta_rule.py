@@ -17,12 +17,13 @@ tokens of a chunk as matrices:
 Every decay is the exponential of a difference that is at most 0. Where a document begins, all
 decays across the bound are exactly 0, so the state is dropped.
 
-The backward keeps the inputs alone, and computes the rest again. The scan of states backwards is
-dS ← Mᵀ·dS + (e^γ · Q)ᵀdO − WᵀAᵀdO, where A is the decayed QKᵀ.
+The backward keeps the inputs and a few states, and computes the rest again. The scan of states
+backwards is dS ← Mᵀ·dS + (e^γ · Q)ᵀdO − WᵀAᵀdO, where A is the decayed QKᵀ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ from parallel3d.context_parallel.states import gradients_after, states_before
 from parallel3d.device.fused import operator, registered
 from parallel3d.models.declared import DELTA_CHUNK as CHUNK
 from parallel3d.models.fla_kernel import rule_by_fla
+
+# A part of a sequence has about so many numbers of k and v, for each sequence of a micro-batch. All
+# temporary tensors together have about 19 times the bytes of these in fp32.
+AT_ONCE = 1 << 23
+LEAST_CHUNKS = 4  # of a part
 
 
 def delta_rule(
@@ -79,19 +85,16 @@ class _Rule(torch.autograd.Function):
         begins: Tensor | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, g, beta, state, begins)
+        out, starts, after = Parts(q, k, v, g, beta, begins, chunk).output(state)
+        ctx.save_for_backward(q, k, v, g, beta, begins, *starts)
         ctx.chunk = chunk
-        of = Chunks(q, k, v, g, beta, begins, chunk)
-        states = of.states(state)
-        return of.output(states), states[-1].view_as(state).clone()
+        return out, after.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, state, begins = ctx.saved_tensors
-        of = Chunks(q, k, v, g, beta, begins, ctx.chunk)
-        states = of.states(state)
-        found = of.gradients(grad, grad_state, states)
-        return *found, None, None
+        q, k, v, g, beta, begins, *starts = ctx.saved_tensors
+        parts = Parts(q, k, v, g, beta, begins, ctx.chunk)
+        return *parts.gradients(grad, grad_state, starts), None, None
 
 
 def delta_output(
@@ -131,16 +134,19 @@ def _forward(
     own: Tensor | None,
     cuts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the output and, of each piece, the state before it and its M."""
-    of = Chunks(q, k, v, g, beta, begins)
+    """Returns the output, the states before the parts of each piece, and the M of each piece."""
+    of = Parts(q, k, v, g, beta, begins)
     if order is None or own is None:
-        return of.output(of.states(of.no_state())), of.none(), of.none()
+        out, starts, _ = of.output(of.no_state())
+        return out, of.stacked(starts[1:]), of.stacked([])
     move, add = of.transition()
     state = states_before(move, add, Pieces(order, own), registered(handle).group)
     if cuts is not None:
         given = within_document(state, begins)
-        return rule_by_fla(q, k, v, g, beta, given, cuts.tolist())[0].detach(), state, move
-    return of.output(of.states(state)), state, move
+        out = rule_by_fla(q, k, v, g, beta, given, cuts.tolist())[0].detach()
+        return out, of.stacked([state]), move
+    out, starts, _ = of.output(state)
+    return out, of.stacked(starts), move
 
 
 def _backward(
@@ -151,7 +157,7 @@ def _backward(
     g: Tensor,
     beta: Tensor,
     out: Tensor,
-    state: Tensor,
+    states: Tensor,
     move: Tensor,
     handle: Tensor,
     begins: Tensor | None,
@@ -159,18 +165,17 @@ def _backward(
     own: Tensor | None,
     cuts: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    of = Chunks(q, k, v, g, beta, begins)
+    of, starts = Parts(q, k, v, g, beta, begins), states.unbind()
     if order is None or own is None:
-        state = none = of.no_state()
-        return of.gradients(grad, none, of.states(state))[:-1]
-    none, group = torch.zeros_like(state), registered(handle).group
-    add = of.gradient_before(grad, none)
+        none = of.no_state()
+        return of.gradients(grad, none, [none, *starts])[:-1]
+    add, group = of.gradient_before(grad), registered(handle).group
     of_state = gradients_after(move, add, Pieces(order, own), group)
     if cuts is None:
-        return of.gradients(grad, of_state, of.states(state))[:-1]
+        return of.gradients(grad, of_state, starts)[:-1]
     leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
     with torch.enable_grad():
-        given = within_document(state, begins)
+        given = within_document(starts[0], begins)
         q, k, v, g, beta = leaves
         out, after = rule_by_fla(q, k, v, g, beta, given, cuts.tolist())
     assert after is not None  # a state was given
@@ -187,17 +192,115 @@ def within_document(state: Tensor, begins: Tensor | None) -> Tensor:
 def _forward_shape(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *where: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, own, cuts = where[1:]
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, heads, dk, dv = len(v), v.shape[2], k.shape[3], v.shape[3]
-    out = v.new_empty(v.shape)
-    if where[-2] is None:  # the tensor `own`
-        return out, v.new_empty(0, dtype=wide), v.new_empty(0, dtype=wide)
-    state = v.new_empty(rows, heads, dk, dv, dtype=wide)
-    return out, state, v.new_empty(rows, heads, dk, dk, dtype=wide)
+    parts, pieces = len(spans_of(v, dk)), own is not None
+    kept = (1 if cuts is not None else parts) if pieces else parts - 1
+    states = v.new_empty(kept, rows, heads, dk, dv, dtype=wide)
+    move = v.new_empty(*(rows, heads, dk, dk) if pieces else (0, rows, heads, dk, dv), dtype=wide)
+    return v.new_empty(v.shape), states, move
 
 
 def _backward_shape(grad: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in given[:5])
+
+
+def spans_of(v: Tensor, dk: int) -> list[slice]:
+    """Returns the parts of a sequence that are computed one after another."""
+    _, length, heads, dv = v.shape
+    part = max(LEAST_CHUNKS, AT_ONCE // (heads * (dk + dv)) // CHUNK) * CHUNK
+    return [slice(first, first + part) for first in range(0, length, part)]
+
+
+class Parts:
+    """Computes with a part of the tokens at a time, so that temporary memory has a limit.
+
+    Arguments are as in `delta_rule`.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        begins: Tensor | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.inputs = q, k, v, g, beta
+        self.begins = begins
+        self.chunk = chunk
+        self.spans = spans_of(v, k.shape[3])
+        self.only: Chunks | None = None  # the only part, which two passes share
+
+    def chunks(self, span: slice) -> Chunks:
+        """Returns the chunks of a part."""
+        if self.only is not None:
+            return self.only
+        q, k, v, g, beta = (x[:, span] for x in self.inputs)
+        begins = None if self.begins is None else self.begins[:, span]
+        made = Chunks(q, k, v, g, beta, begins, self.chunk)
+        if len(self.spans) == 1:
+            self.only = made
+        return made
+
+    def no_state(self) -> Tensor:
+        """Returns the state before the first token of a sequence."""
+        q, _, v, *_ = self.inputs
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return v.new_zeros(len(v), v.shape[2], q.shape[3], v.shape[3], dtype=wide)
+
+    def stacked(self, states: list[Tensor]) -> Tensor:
+        """Returns states as one tensor, whose first dimension is their number."""
+        return torch.stack(states) if states else self.no_state()[None, :][:0].clone()
+
+    def transition(self) -> tuple[Tensor, Tensor]:
+        """Returns M (b, heads, dk, dk) and S' (b, heads, dk, dv): the tokens do S ← M·S + S'."""
+        first, *others = self.spans
+        move, add = self.chunks(first).transition()
+        for span in others:
+            of_part, added = self.chunks(span).transition()
+            move, add = of_part @ move, of_part @ add + added
+        return move, add
+
+    def output(self, state: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Returns the output, the states before the parts, and the state after the last.
+
+        `state`: the state before the first token.
+        """
+        outs, starts = [], []
+        for span in self.spans:
+            starts.append(state)
+            of = self.chunks(span)
+            states = of.states(state)
+            outs.append(of.output(states))
+            state = states[-1].view_as(state).clone()
+            del of, states
+        return torch.cat(outs, dim=1), starts, state
+
+    def gradient_before(self, grad: Tensor) -> Tensor:
+        """Returns the gradient of the state before the tokens if that after them is 0."""
+        of_state = self.no_state()
+        for span in reversed(self.spans):
+            of_state = self.chunks(span).gradient_before(grad[:, span], of_state)
+        return of_state
+
+    def gradients(
+        self, grad: Tensor, grad_state: Tensor, starts: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k, v, g, beta and the state before the tokens.
+
+        `starts`: the states before the parts.
+        """
+        found = []
+        for span, state in zip(self.spans[::-1], starts[::-1], strict=True):
+            of = self.chunks(span)
+            *of_part, grad_state = of.gradients(grad[:, span], grad_state, of.states(state))
+            found.append(of_part)
+            del of
+        return *(torch.cat(parts[::-1], dim=1) for parts in zip(*found, strict=True)), grad_state
 
 
 class Chunks:
@@ -273,14 +376,6 @@ class Chunks:
         if times > 1:
             x = x.unflatten(2, (-1, times)).sum(dim=3)
         return x.to(like.dtype).contiguous()
-
-    def no_state(self) -> Tensor:
-        """Returns the state before the first token of a sequence."""
-        shape = self.batch, self.heads, self.k.shape[-1], self.v.shape[-1]
-        return self.v.new_zeros(shape)
-
-    def none(self) -> Tensor:
-        return self.v.new_empty(0)
 
     def transition(self) -> tuple[Tensor, Tensor]:
         """Returns M (b, heads, dk, dk) and S' (b, heads, dk, dv): the tokens do S ← M·S + S'."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.models import delta_rule as delta_rules
 from parallel3d.models.delta_rule import Chunks, delta_rule
 
 BATCH, KEY_HEADS, HEADS, DK, DV = 2, 2, 4, 5, 7
@@ -74,6 +75,28 @@ def test_any_chunks_equal_the_token_loop_in_output_state_and_gradients(
     pairs = zip((*found, *of_chunks), (*expected, *of_loop), strict=True)
     for name, (one, other) in zip(names, pairs, strict=True):
         assert differ(one, other) <= 1e-11, name
+
+
+def test_parts_of_a_sequence_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part has 64 tokens here. The backward starts from the states between parts."""
+    monkeypatch.setattr(delta_rules, "AT_ONCE", 1)
+    monkeypatch.setattr(delta_rules, "LEAST_CHUNKS", 1)
+    inputs, begins = drawn(150), bounds(150)
+    begins[0, 128] = True
+    *of_output, state = inputs
+    assert len(delta_rules.spans_of(of_output[2], DK)) == 3
+    for found, expected, given in (
+        (delta_rule(*inputs, begins), token_loop(*inputs, begins), inputs),
+        (
+            [delta_rules.delta_output(*of_output, begins)],
+            token_loop(*of_output, torch.zeros_like(state), begins)[:1],
+            of_output,
+        ),
+    ):
+        grads = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x) for x in expected]
+        ours, theirs = (torch.autograd.grad(x, given, grads) for x in (found, expected))
+        for one, other in zip((*found, *ours), (*expected, *theirs), strict=True):
+            assert differ(one, other) <= 1e-11
 
 
 def test_packed_documents_equal_each_document_alone() -> None:
