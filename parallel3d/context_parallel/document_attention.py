@@ -466,7 +466,7 @@ def plain_gradients(
     times, scale = q.shape[1] // k.shape[1], scale_of(q, scale)
     k, v = (x.to(accum_dtype).repeat_interleave(times, 1) for x in (k, v))
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (q, k, v))
-    for rows, queries, scores in _plain_scores(q, k, causal, scale, mask, cap):
+    for rows, queries, scores in plain_scores(q, k, causal, scale, mask, cap):
         keys, values = (x[:, :, : scores.shape[-1]] for x in (k, v))
         of_out = grad[:, :, rows].to(accum_dtype)
         of_p = of_out @ values.transpose(-2, -1)
@@ -490,7 +490,7 @@ def scale_of(q: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
-def _plain_scores(
+def plain_scores(
     q: Tensor,
     k: Tensor,
     causal: bool,
@@ -526,7 +526,7 @@ def plain_attended(
     k, v = (x.to(accum_dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = [
         (scores.softmax(-1) @ v[:, :, : scores.shape[-1]], scores.logsumexp(-1))
-        for _, _, scores in _plain_scores(q, k, causal, scale_of(q, scale), mask, cap)
+        for _, _, scores in plain_scores(q, k, causal, scale_of(q, scale), mask, cap)
     ]
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(sums, 2)

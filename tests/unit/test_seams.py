@@ -22,6 +22,7 @@ FILES = [
     *FOLDER.glob("test_experts_*.py"),
     FOLDER / "test_frozen.py",
     Path(__file__).parent / "experts" / "test_router.py",
+    Path(__file__).parent / "models" / "test_gated_deltanet.py",
 ]
 PLANTED = {path.name: ast.parse(path.read_text()) for path in FILES}
 SEAMS = {name: seam for name, seam in vars(seams).items() if isinstance(seam, Seam)}
