@@ -201,6 +201,7 @@ class CaseSampler:
             "shared_expert_size": chance.choice((0, 0, 1024)),
             "router_score": "sigmoid" if sigmoid else "softmax",
             "router_bias": sigmoid, "router_normalize": chance.random() < 0.7,
+            "router_logit_bias": chance.random() < 0.3, "expert_bias": chance.random() < 0.3,
             "dense_layers": chance.choice(([], [], [0])),
         }  # fmt: skip
         if model["shared_expert_size"]:
