@@ -43,7 +43,7 @@ def check_context_parallel(
         shared = max(1, layer.kv_heads // tp)
         if shared % cp:
             raise UserError(
-                f"context_parallel.states=heads needs cp={cp} to divide the {shared} key heads of "
-                f"{layer.mixer} on a tensor-parallel rank; the nearest is "
+                f"context_parallel.states=heads needs cp={cp} to divide the number of key heads of "
+                f"{layer.mixer} on a tensor-parallel rank, {shared}; the nearest is "
                 "context_parallel.states=chain, for any heads."
             )

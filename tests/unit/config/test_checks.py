@@ -288,6 +288,24 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["context_parallel.style=heads", "cp=3", "context_parallel.style=gather"],
     ),
+    (
+        {
+            **{"cp": 2, "context_parallel.states": "heads", "model.delta_key_heads": 1},
+            "model.layer_types": ["gated_deltanet", "full"],
+        },
+        None,
+        ["context_parallel.states=heads", "cp=2", "rank, 1;", "context_parallel.states=chain"],
+    ),
+    (
+        {"delta_kernel": "fla", "device": "cpu", "precision.name": "bf16"},
+        None,
+        ["delta_kernel=fla", "device=cpu", "nearest is delta_kernel=torch"],
+    ),
+    (
+        {"delta_kernel": "fla", "device": "cuda", "precision.name": "fp32"},
+        None,
+        ["delta_kernel=fla", "precision=fp32", "nearest is delta_kernel=torch"],
+    ),
     ({"precision.name": "fp8"}, None, ["precision.name=fp8", "bf16", "nearest is precision=fp64"]),
     (
         {"precision.loss_scale": 8.0},
