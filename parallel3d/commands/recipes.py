@@ -16,7 +16,7 @@ from parallel3d.text import aligned, si
 
 RECIPES, INIT = "recipes", "init"
 GROUP = "experiment"
-HEAD = ("recipe", "model", "GPUs", "layout", "tokens/step", "precision")
+HEAD = ("recipe", "model", "GPUs", "layout", "tok/step", "precision")
 VERBS = {
     "list": Verb(
         "list the recipes, one per line, like parallel3d recipes without a verb",
