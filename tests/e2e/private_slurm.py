@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e.command import ROOT, Shell
+from tests.e2e.rails import Rails
 
 MINISLURM = ROOT / "tests" / "tools" / "minislurm"
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "unshare", "nsenter")
@@ -44,19 +46,30 @@ class Job:
 
 @dataclass
 class Slurm:
-    """A cluster that is up. Jobs are submitted in `shell`, and take its environment."""
+    """A cluster that is up. Jobs are submitted in `shell`, and take its environment.
+
+    Attributes:
+        inside: what Slurm's commands are started with, so that they reach a cluster on a railnet.
+    """
 
     state: Path
     shell: Shell
+    inside: tuple[str, ...] = ()
     known: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ()})
 
     @classmethod
-    def start(cls, shell: Shell, *, nodes: int) -> Slurm:
+    def start(cls, shell: Shell, *, nodes: int, rails: Rails | None = None) -> Slurm:
+        """With `rails`, the nodes are its hosts, whose links may be cut."""
         # The test's own folder is unsuitable, because a socket's path must be short.
         state = Path(tempfile.mkdtemp(prefix="p3d-slurm-"))
         slurm = cls(state, shell)
+        words = ["--nodes", str(nodes), "--gpus", "0"]
+        if rails is not None:
+            words += ["--railnet", str(rails.state), "--wait", "60"]
+            spaces = json.loads((rails.state / "railnet.json").read_text())["spaces"]
+            slurm.inside = ("nsenter", f"--net={spaces['login']['netns_path']}")
         # A preempted job has time to save, on a busy machine, too.
-        slurm._minislurm("start", "--nodes", str(nodes), "--gpus", "0", "--grace-time", "60")
+        slurm._minislurm("start", *words, "--grace-time", "60")
         return slurm
 
     @property
@@ -83,7 +96,7 @@ class Slurm:
     def call(self, *words: str, **environ: str) -> str:
         """Runs one of Slurm's commands; returns its output."""
         done = subprocess.run(
-            words,
+            (*self.inside, *words),
             cwd=self.shell.cwd,
             env=self.shell.environment(SLURM_CONF=str(self.conf), **environ),
             stdin=subprocess.DEVNULL,
