@@ -7,7 +7,6 @@ document, were shipped by others (NVIDIA/Megatron-LM#3798, NVIDIA-NeMo/Automodel
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.context_parallel.documents import Pieces
-from parallel3d.models import gated_deltanet
 from parallel3d.models.convolution import causal_convolution
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
     BY_CHAIN,
+    CONVOLVED_HEADS,
     ORDERED_PIECES,
     RATES,
     RULE_OF_PIECES,
@@ -48,13 +47,13 @@ def the_halo_is_taken_after_the_convolution(
     sound: Any, mixer: Any, b: Tensor, a: Tensor, convolved: Tensor, *where: Any
 ) -> Tensor:
     """The tokens before a piece have passed the convolution already."""
-    handed, weight = gated_deltanet.tokens_before, mixer.conv.weight
+    weight = mixer.conv.weight
 
-    def after(x: Tensor, *how: Any) -> Tensor:
+    def after(handed: Any, x: Tensor, *how: Any) -> Tensor:
         (found,) = causal_convolution(x, weight, None, (x.shape[-1],))
         return handed(found, *how)
 
-    with patch.object(gated_deltanet, "tokens_before", after):
+    with TOKENS_BEFORE.replaced(after):
         return sound(mixer, b, a, convolved, *where)
 
 
@@ -63,13 +62,13 @@ def the_halo_crosses_documents(
     sound: Any, mixer: Any, b: Tensor, a: Tensor, convolved: Tensor, *where: Any
 ) -> Tensor:
     """The first tokens of a piece read those before it, even in another document."""
-    heads, few = mixer.heads, mixer.conv.weight.shape[1] - 1
+    few = mixer.conv.weight.shape[1] - 1
 
-    def seen(x: Tensor, places: Tensor, weight: Tensor) -> Any:
+    def seen(heads: Any, mixer: Any, x: Tensor, places: Tensor, weight: Tensor) -> Any:
         within = torch.arange(places.shape[1])
-        return heads(x, torch.where(within < few, few, places), weight)
+        return heads(mixer, x, torch.where(within < few, few, places), weight)
 
-    with patch.object(mixer, "heads", seen):
+    with CONVOLVED_HEADS.replaced(seen):
         return sound(mixer, b, a, convolved, *where)
 
 
