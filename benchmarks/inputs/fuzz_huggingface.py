@@ -570,9 +570,9 @@ def convolutions(case: Case) -> None:
 def more_tensors(case: Case) -> None:
     """Adds masks and tables of old checkpoints, or an unknown tensor."""
     if case.kind in HYBRIDS and case.rng.random() < 0.7:
-        names = ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "model.mtp.fc.weight")
+        of_mtp = ("mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "model.mtp.fc.weight")
         more = ("linear_attn.norm.bias", "linear_attn.conv1d.bias", "linear_attn.D")
-        name = case.rng.choice((*names, *(f"model.layers.0.{one}" for one in more)))
+        name = case.rng.choice((*of_mtp, *(f"model.layers.0.{one}" for one in more)))
         case.tensors[name] = torch.ones(4)
         return
     if case.kind in WITH_EXPERTS and case.rng.random() < 0.5:

@@ -652,8 +652,8 @@ def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[Layout
     for tp, cp in dict.fromkeys((c.tp, c.cp) for c in choices):
         try:
             attention, how = config.tensor_parallel.attention, config.context_parallel
-            sizes = {"tp": tp, "cp": cp, "states": how.states}
-            check_context_parallel(config.model, how.style, attention, **sizes)
+            ways = how.style, attention
+            check_context_parallel(config.model, *ways, tp=tp, cp=cp, states=how.states)
         except UserError as error:
             refused[tp, cp] = error
     found = [c for c in choices if (c.tp, c.cp) not in refused]

@@ -44,9 +44,9 @@ class FailureRate(NamedTuple):
 
 def failure_rate(node_days: float, nodes: int, failures: Failures, ranks: int) -> FailureRate:
     """Returns the rate of `nodes` nodes with `ranks` ranks, by the run's own failures if any do."""
-    if failures.count >= OWN_FAILURES and failures.rank_s > 0:
-        mean = failures.rank_s / ranks / failures.count
-        return FailureRate(mean, f"this run failed {failures.count} times, every {span(mean)}")
+    if failures.failed >= OWN_FAILURES and failures.rank_s > 0:
+        mean = failures.rank_s / ranks / failures.failed
+        return FailureRate(mean, f"this run failed {failures.failed} times, every {span(mean)}")
     mean = node_days * DAY_S / nodes
     many = "one node fails" if nodes == 1 else f"one of {nodes} nodes fails"
     return FailureRate(mean, f"{many} every {span(mean)} (recovery.node_days={show(node_days)})")

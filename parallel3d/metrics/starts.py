@@ -130,11 +130,11 @@ class Failures(NamedTuple):
     """The failures of a run over all its starts.
 
     Attributes:
-        count: number of starts that had to repeat steps, because an earlier one had failed.
+        failed: number of starts that had to repeat steps, because an earlier one had failed.
         rank_s: seconds in which the starts trained, times their numbers of ranks.
     """
 
-    count: int
+    failed: int
     rank_s: float
 
 

@@ -195,8 +195,8 @@ def likelihoods(
     place_of = {position: position for position in range(length)}
     if groups.cp.size > 1:
         ranks = groups.cp.size, groups.cp.index
-        how = {"window": stage.window, "hands_states": stage.hands_states}
-        split = SequenceSplit(length, *ranks, **how)
+        window, hands_states = stage.window, stage.hands_states
+        split = SequenceSplit(length, *ranks, window=window, hands_states=hands_states)
         documents = whole_samples(len(batch), device, split)
         assert documents.shard is not None
         given = torch.from_numpy(documents.shard.take(given.numpy()))
