@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.commands.verify import variants
+from parallel3d.config.fields import with_values
+from parallel3d.config.values import DELTA_KERNELS
 from parallel3d.context_parallel.attention import ONE_RANK
 from parallel3d.context_parallel.documents import Pieces
 from parallel3d.errors import UserError
@@ -26,6 +29,7 @@ from parallel3d.models.delta_kernel import (
 from parallel3d.models.delta_rule import delta_output, delta_rule
 from parallel3d.models.fla_kernel import MODULE
 from parallel3d.models.keys import ModelConfig
+from parallel3d.run_config import Config
 from tests.unit.models.test_delta_rule import bounds, differ, drawn
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -134,6 +138,13 @@ def test_auto_only_tries_the_package_where_it_may_work(monkeypatch: pytest.Monke
         (of("fla"), torch.device("meta")),  # a dry run
     ):
         assert choose_delta_kernel(run, device) == "torch"
+
+
+@pytest.mark.parametrize("kernel", DELTA_KERNELS)
+def test_verify_uses_the_package_only_in_the_runs_precision(kernel: str) -> None:
+    config = with_values(Config(), {"precision.name": "bf16", "delta_kernel": kernel})
+    kernels = {each.config.precision.name: each.config.delta_kernel for each in variants(config, 2)}
+    assert kernels == {"fp64": "torch" if kernel == "torch" else "auto", "bf16": kernel}
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
