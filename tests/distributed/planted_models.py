@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -287,6 +287,34 @@ class LossOfAnotherPart(Sound):
         return p3d.Loss(loss.sum + penalty * loss.count, loss.count)
 
 
+class LossOfNoPart(Sound):
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        self.scale = torch.ones(3, requires_grad=True)
+        return super().head(parallel)
+
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        loss = super().loss(outputs, inputs)
+        return p3d.Loss(loss.sum * self.scale.mean(), loss.count)
+
+
+class LossOfASlice(Sound):
+    """The head's outputs are split over tp, and the loss does not add them up."""
+
+    class Split(nn.Module):
+        def __init__(self, hidden: int, parallel: p3d.Parallel) -> None:
+            super().__init__()
+            self.out = p3d.ColumnParallelLinear(hidden, 2, parallel.tp)
+
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
+            return self.out(x)
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Split(self.hidden, parallel)
+
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        return super().loss(outputs.sum(-1), inputs)
+
+
 class EnlargedRounding(Sound):
     class Waves(Head):
         def forward(self, x: Tensor, inputs: p3d.Inputs) -> Tensor:
@@ -304,6 +332,26 @@ class EnlargedRoundingOfOutputs(Sound):
 
     def block(self, number: int, parallel: p3d.Parallel) -> nn.Module:
         return self.Waves(self.hidden, parallel)
+
+
+# Forms of outputs
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class NamedOutputs(Sound):
+    class Naming(Head):
+        def forward(self, x: Tensor, inputs: p3d.Inputs) -> Any:
+            return {"pair": Pair(super().forward(x, inputs), x)}
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return self.Naming(self.hidden)
+
+    def loss(self, outputs: Any, inputs: p3d.Inputs) -> Any:
+        return super().loss(outputs["pair"].first, inputs)
 
 
 # Where the samples are in x

@@ -88,6 +88,9 @@ CASES = [
         r"the loss computes with embedding\.project\.weight, a parameter of embedding",
     ),
     ("LossOfAnotherPart", DP, False, 0, r"the loss computes with embedding"),
+    ("LossOfNoPart", PP, False, 1, r"the loss computes with a tensor of shape \(3,\) .* no part"),
+    ("LossOfASlice", TP, False, 1, r"loss of a micro-batch is the first to differ"),
+    ("NamedOutputs", DP, False, 0, "^$"),
     ("SamplesSecond", PP, True, 0, "^$"),
     ("SamplesTogether", PP, True, 0, "^$"),
     ("MeanOfOne", DP, True, 1, r"averages over a micro-batch.*micro_batch_size"),
@@ -206,3 +209,10 @@ def test_a_stage_that_fails_ends_all_ranks_of_its_pipeline(
     first, last = pool.run(2, built, name, PP)
     assert re.search(here, first), first
     assert re.search(there, last), last
+
+
+def test_samples_of_micro_batches_of_one_are_called_together(pool: Pool) -> None:
+    keys = {"micro_batch_size": 1}
+    code, sentence = pool.run(2, verified, "BatchStatistic", DP, False, keys)[0]
+    assert code == 1
+    assert re.search(r"layers\.1 .*as layers\.1\.batch does.*statistic over the", sentence)
