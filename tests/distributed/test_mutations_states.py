@@ -75,11 +75,11 @@ def the_halo_crosses_documents(
 @planted(RULE_OF_PIECES)
 def a_state_crosses_documents(sound: Any, *given: Any) -> Tensor:
     """A document that begins with a piece goes on with the state of the one before."""
-    *inputs, begins, cp, pieces = given
+    *inputs, begins, cp, pieces, cuts = given
     if pieces is not None:
         begins = begins.clone()
         begins[:, 0] = False
-    return sound(*inputs, begins, cp, pieces)
+    return sound(*inputs, begins, cp, pieces, cuts)
 
 
 @planted(STATES_BEFORE)
