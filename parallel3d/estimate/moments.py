@@ -139,7 +139,7 @@ class StepMoments:
             stage = rank.stages[chunk]
             if kind != Kind.F and not stage.has_backward:
                 continue
-            live = seen.live @ held + seen.deferred @ waits + self._moved(seen)
+            live = seen.live @ held + seen.deferred @ waits + self._moved(seen, kind, chunk)
             beside = self._beside(chunk, kind) if rank.blueprint.pipeline.overlaps else 0.0
             if kind == Kind.F:
                 before = seen.live[:, chunk] + seen.deferred[:, chunk] + seen.begun[:, chunk]
@@ -168,8 +168,11 @@ class StepMoments:
             widest = max((s.numel for s in flat_shards(rank)), default=0)
             yield Moment("optimizer", 0.0, 3.0 * FP32 * min(PIECE, widest))
 
-    def _moved(self, seen: States) -> Bytes:
-        """Returns the bytes of messages, and of results that another chunk of the rank reads."""
+    def _moved(self, seen: States, kind: Kind, chunk: int) -> Bytes:
+        """Returns the bytes of messages, and of results that another chunk of the rank reads.
+
+        They are those before an action of this kind on a chunk.
+        """
         rank = self.rank
         message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
         found: Bytes = seen.in_flight * message + seen.handed.sum(axis=1) * rank.stream
@@ -267,9 +270,9 @@ class StepMoments:
         """
         stage = self.rank.stages[chunk]
         near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
-        return near * max(
-            (p.memory.kept - p.stays for p in self._with_backward(chunk)), default=0.0
-        )
+        moved = (place.memory.kept - place.stays for place in self._with_backward(chunk))
+        # A place of a user's own model also frees its input, which nothing moves.
+        return near * max(0.0, *moved)
 
     def _of_head(self, chunk: int, adds: bool) -> float:
         """Returns the bytes that the head adds to the backward of a stage's layers.

@@ -75,16 +75,19 @@ class _OwnMoments(StepMoments):
     def _of_table(self) -> float:
         return 0.0
 
-    def _moved(self, seen: States) -> Bytes:
+    def _moved(self, seen: States, kind: Kind, chunk: int) -> Bytes:
         # A message has all tensors of a result, and every rank of tp sends it whole.
         found: Bytes = (seen.messages + seen.handed) @ self.sides
         # The latest results are sent, and they are those of the micro-batches in flight.
         chunks = len(self.both)
         sent = seen.messages[:, -chunks:].copy()
-        for chunk, place in enumerate(self._next):
+        for here, place in enumerate(self._next):
             if place is not None:  # this rank reads it, and may then keep it as its input
-                sent[:, chunk] = seen.live[:, place] + seen.handed[:, place]
-        found = found - np.minimum(sent, seen.live) @ self.both
+                sent[:, here] = seen.live[:, place] + seen.handed[:, place]
+        live = seen.live.copy()
+        if kind != Kind.F:  # the pass frees the oldest result, but not while it is sent
+            live[:, chunk] -= 1
+        found = found - np.minimum(sent, live) @ self.both
         return found
 
     @cached_property

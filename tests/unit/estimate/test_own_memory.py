@@ -140,10 +140,19 @@ class OfImages(p3d.Model):
         return p3d.Loss(total, len(outputs))
 
 
+@dataclass
+class OfManyImages(OfImages):
+    num_layers: int = 8
+
+    def head(self, parallel: p3d.Parallel) -> nn.Module:
+        return Pooled(256)
+
+
 EXAMPLES: dict[type[p3d.Model], dict[str, object]] = {
     OfSeries: {"x": np.zeros((64, 16), np.float32), "kind": 0},
     OfDirect: {"x": np.zeros((64, 16), np.float32), "kind": 0},
     OfImages: {"image": np.zeros((3, 48, 48), np.float32), "kind": 0},
+    OfManyImages: {"image": np.zeros((3, 48, 48), np.float32), "kind": 0},
 }
 
 
@@ -161,6 +170,7 @@ CASES: dict[str, tuple[type[p3d.Model], dict[str, object]]] = {
         OfDirect,
         {"tp": 2, "pp": 2, "schedule.name": "zb_h1", "recompute": "full", "micro_batch_size": 8},
     ),
+    "interleaved": (OfManyImages, {"pp": 2, "vpp": 2, "schedule.name": "interleaved"}),
     "zero3": (OfSeries, {"pp": 2, "dp": 2, "zero": 3, "recompute": "full"}),
     "bf16": (OfImages, {"pp": 2, "precision.name": "bf16"}),
 }
@@ -186,7 +196,7 @@ def test_the_bound_is_at_most_seven_per_cent_above_a_dry_run() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 2 * len(CASES)
     for name, index, bound, measured in rows:
-        assert 0.99 * measured <= bound <= 1.07 * measured, (name, index)
+        assert measured <= bound <= 1.07 * measured, (name, index)
 
 
 def test_a_plan_prices_layouts_and_leaves_the_process_free_to_train() -> None:
