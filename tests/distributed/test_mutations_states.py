@@ -21,9 +21,9 @@ from tests.distributed.pool import Pool
 from tests.distributed.seams import (
     BY_CHAIN,
     CONVOLVED_HEADS,
+    DELTA_RULE,
     ORDERED_PIECES,
     RATES,
-    RULE_OF_PIECES,
     STATE_GRADIENTS,
     STATES_BEFORE,
     TOKENS_BEFORE,
@@ -72,14 +72,13 @@ def the_halo_crosses_documents(
         return sound(mixer, b, a, convolved, *where)
 
 
-@planted(RULE_OF_PIECES)
-def a_state_crosses_documents(sound: Any, *given: Any) -> Tensor:
+@planted(DELTA_RULE)
+def a_state_crosses_documents(sound: Any, *given: Any, **how: Any) -> Tensor:
     """A document that begins with a piece goes on with the state of the one before."""
-    *inputs, begins, cp, pieces, cuts = given
-    if pieces is not None:
-        begins = begins.clone()
-        begins[:, 0] = False
-    return sound(*inputs, begins, cp, pieces, cuts)
+    *inputs, begins = given[:6]
+    begins = begins.clone()
+    begins[:, 0] = False
+    return sound(*inputs, begins, *given[6:], **how)
 
 
 @planted(STATES_BEFORE)
