@@ -60,27 +60,27 @@ def the_first_tap_is_the_token(
 
 @planted(DELTA_RULE)
 def the_state_stays_where_a_document_begins(
-    sound: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, _: Tensor, *of: Any
+    sound: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: Any, **__: Any
 ) -> Tensor:
-    return sound(q, k, v, g, beta, None, *of)
+    return sound(q, k, v, g, beta)
 
 
 @planted(DELTA_RULE)
 def value_heads_take_turns_at_key_heads(
-    sound: Any, q: Tensor, k: Tensor, v: Tensor, *of: Any
+    sound: Any, q: Tensor, k: Tensor, v: Tensor, *of: Any, **how: Any
 ) -> Tensor:
     """Value head j reads key head j mod key heads."""
     times = v.shape[2] // k.shape[2]
-    return sound(q.repeat(1, 1, times, 1), k.repeat(1, 1, times, 1), v, *of)
+    return sound(q.repeat(1, 1, times, 1), k.repeat(1, 1, times, 1), v, *of, **how)
 
 
 @planted(DELTA_RULE)
 def the_decay_follows_the_update(
-    sound: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *of: Any
+    sound: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *of: Any, **how: Any
 ) -> Tensor:
     """A token decays the state after it has written, and reads it then."""
     after = F.pad(g[:, :-1], (0, 0, 1, 0))  # the next token decays what it finds
-    return g.exp().unsqueeze(-1) * sound(q, k, v, after, *of)
+    return g.exp().unsqueeze(-1) * sound(q, k, v, after, *of, **how)
 
 
 @planted(CHUNKS)
