@@ -233,15 +233,15 @@ class Parts:
         self.begins = begins
         self.chunk = chunk
         self.spans = spans_of(v, k.shape[3])
-        self.only: Chunks | None = None  # the only part, which two passes share
+        self.only: RuleChunks | None = None  # the only part, which two passes share
 
-    def chunks(self, span: slice) -> Chunks:
+    def chunks(self, span: slice) -> RuleChunks:
         """Returns the chunks of a part."""
         if self.only is not None:
             return self.only
         q, k, v, g, beta = (x[:, span] for x in self.inputs)
         begins = None if self.begins is None else self.begins[:, span]
-        made = Chunks(q, k, v, g, beta, begins, self.chunk)
+        made = RuleChunks(q, k, v, g, beta, begins, self.chunk)
         if len(self.spans) == 1:
             self.only = made
         return made
@@ -303,7 +303,7 @@ class Parts:
         return *(torch.cat(parts[::-1], dim=1) for parts in zip(*found, strict=True)), grad_state
 
 
-class Chunks:
+class RuleChunks:
     """The chunks of some tokens, and what each does whatever the state before it is.
 
     Arguments are as in `delta_rule`. All tensors within have (chunks, b · value heads) before their

@@ -178,7 +178,7 @@ COMPILED = Seam("models.transformer:compile_blocks")
 # Gated DeltaNet
 CONVOLUTION = Seam("models.gated_deltanet:causal_convolution")
 DELTA_RULE = Seam("models.gated_deltanet:delta_output")
-CHUNKS = Seam("models.delta_rule:Chunks.__init__")
+CHUNKS = Seam("models.delta_rule:RuleChunks.__init__")
 RATES = Seam("models.gated_deltanet:Rates.forward")
 LENGTH = Seam("models.gated_deltanet:with_length")
 GATED_NORM = Seam("models.gated_deltanet:GatedNorm.forward")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.build import Trainer
-from parallel3d.models.delta_rule import Chunks
+from parallel3d.models.delta_rule import RuleChunks
 from parallel3d.models.gated_deltanet import GatedNorm, Rates
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -85,7 +85,7 @@ def the_decay_follows_the_update(
 
 @planted(CHUNKS)
 def rates_are_missing_in_w(
-    sound: Any, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *of: Any
+    sound: Any, chunks: RuleChunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *of: Any
 ) -> None:
     """In chunks of four tokens, what they subtract of the state is not multiplied by β."""
     sound(chunks, q, k, v, g, *of[:2], chunk=4)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.models import delta_rule as delta_rules
-from parallel3d.models.delta_rule import Chunks, delta_rule
+from parallel3d.models.delta_rule import RuleChunks, delta_rule
 
 BATCH, KEY_HEADS, HEADS, DK, DV = 2, 2, 4, 5, 7
 
@@ -124,7 +124,7 @@ def test_very_strong_decays_stay_finite() -> None:
 def test_the_transition_of_a_piece_takes_any_state_across_it() -> None:
     *inputs, state = (x.detach() for x in drawn(37))
     for begins in (None, bounds(37)):
-        move, add = Chunks(*inputs, begins, 16).transition()
+        move, add = RuleChunks(*inputs, begins, 16).transition()
         _, after = delta_rule(*inputs, state, begins, 16)
         assert differ(move @ state + add, after) <= 1e-12
         assert begins is None or not move.any()  # a document begins within every row
