@@ -193,14 +193,14 @@ class DeltaState:
 
     def __init__(self, mixer: GatedDeltaNet) -> None:
         self.mixer = mixer
-        self.state: Tensor | None = None  # (1, value heads, key width, value width)
+        self.matrices: Tensor | None = None  # (1, value heads, key width, value width)
         self.last: Tensor | None = None  # what the convolution reads before the next token
 
     def step(self, x: Tensor, first: int, positions: Positions) -> Tensor:
         mixer, few = self.mixer, self.mixer.conv.weight.shape[1] - 1
         z, b, a, convolved = mixer.parts(mixer.inner(x))
         if first == 0:
-            self.state = self.last = None
+            self.matrices = self.last = None
         if self.last is not None:
             convolved = torch.cat((self.last, convolved), dim=1)
         self.last = convolved[:, max(0, convolved.shape[1] - few) :]
@@ -208,7 +208,7 @@ class DeltaState:
         q, k, v = mixer.heads(convolved, places, mixer.conv.weight)
         g, beta = mixer.rates(a, b)
         chunk = min(DELTA_CHUNK, x.shape[1])
-        y, self.state = delta_rule(q, k, v, g, beta, self.state, chunk=chunk)
+        y, self.matrices = delta_rule(q, k, v, g, beta, self.matrices, chunk=chunk)
         return mixer.out(mixer.norm(y, z))
 
 

@@ -165,7 +165,7 @@ def test_a_sequence_begins_without_the_states_of_the_one_before() -> None:
     state.step(x[:1], 0, positions)
     again = state.step(x[1:], 0, positions)
     assert torch.equal(again, mixer.decoding(9, x).step(x[1:], 0, positions))
-    assert state.state is not None and state.state.shape == (1, 4, 4, 6)
+    assert state.matrices is not None and state.matrices.shape == (1, 4, 4, 6)
     assert state.last is not None and state.last.shape == (1, 3, 4 * 6 + 2 * 2 * 4)
 
 
