@@ -54,6 +54,8 @@ from parallel3d.checkpoint.hf.wrappers import (
     OTHERS,
     TEXT,
     WRAPPERS,
+    Bytes,
+    StoredTensor,
     extents_of,
     keep_others,
     kept_files,
@@ -407,34 +409,56 @@ def _has_own_head(
 def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
     """Copies all parts of a vision model except its text model into the new folder `to`.
 
-    For a text model, it copies the tensors that transformers leaves out, if there are any. See
-    `keep_others`. Raises UserError if a file cannot be read or written.
+    For a text model, it copies the tensors that transformers leaves out, if there are any. These
+    are written in bf16 if they are quantized, as an export has no quantization. See `keep_others`.
+    Raises UserError if a file cannot be read or written.
     """
     beside = FAMILIES[source.kind].others
     if not source.wrapped and not beside:
         return
     with ExitStack() as stack:
-        where = _tensors(folder, stack)
+        stored = _tensors(folder, stack)
+        where = stored
+        if source.quantization is not None:
+            where = dequantized(folder, stored, source.quantization)
         if source.wrapped:
             names = [key for key in where if not is_of_text(key.removesuffix(SCALE))]
         else:
             names = [key for key in where if key.startswith(beside)]
+        computed: dict[str, Bytes] = {}
         for key in names:
-            if key.endswith(SCALE) or where[key].get_slice(key).get_dtype().startswith("F8"):
+            quantized = where[key] is not stored.get(key)
+            if quantized and beside and key.startswith(beside):
+                computed[key] = _in_bf16(folder, where[key], key)
+                continue
+            is_fp8 = key.endswith(SCALE) or where[key].get_slice(key).get_dtype().startswith("F8")
+            if quantized or is_fp8:
                 raise UserError(
                     f"from={folder}: {plain(key)} is quantized, but only the tensors of the text "
                     f"model may be, because an export has no {QUANTIZED}"
                 )
         if not names and not source.wrapped:
             return
-    try:
-        with new_folder(to) as partial:
-            keep_others(folder, _files(folder), names, partial, whole=source.wrapped)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"from={folder}: its files and tensors outside of the text model cannot be kept "
-            f"({plain(str(error))})"
-        ) from None
+        try:
+            with new_folder(to) as partial:
+                files, whole = _files(folder), source.wrapped
+                keep_others(folder, files, names, partial, whole=whole, computed=computed)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"from={folder}: its files and tensors outside of the text model cannot be kept "
+                f"({plain(str(error))})"
+            ) from None
+
+
+def _in_bf16(folder: Path, file: Any, key: str) -> Bytes:
+    """Returns a quantized tensor as it is written, in bf16; it is read when its bytes are."""
+    shape = list(file.get_slice(key).get_shape())
+
+    def read() -> list[memoryview]:
+        found = _finite(folder, file, Place(key), slice(None), torch.bfloat16)
+        return [memoryview(found.contiguous().view(torch.uint8).flatten().numpy())]
+
+    return Bytes(StoredTensor("BF16", shape, 0, torch.bfloat16.itemsize * prod(shape)), read)
 
 
 def tensors_of(

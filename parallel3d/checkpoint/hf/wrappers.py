@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,14 +175,28 @@ def extents_of(path: Path) -> dict[str, StoredTensor]:
     }
 
 
+class Bytes(NamedTuple):
+    """A tensor to write: its form, and a function that returns its bytes in pieces."""
+
+    form: StoredTensor
+    read: Callable[[], Iterable[memoryview]]
+
+
 def keep_others(
-    folder: Path, files: Sequence[Path], names: Collection[str], to: Path, *, whole: bool
+    folder: Path,
+    files: Sequence[Path],
+    names: Collection[str],
+    to: Path,
+    *,
+    whole: bool,
+    computed: Mapping[str, Bytes],
 ) -> None:
     """Writes the tensors `names` into the folder `to`.
 
-    `files` are the files with the weights; if several hold a tensor, the last file counts. With
-    `whole`, the folder holds a vision model, whose config.json and processor's files are written,
-    too. Raises OSError, and raises ValueError for a .json file that is not valid JSON.
+    `files` are the files with the weights; if several hold a tensor, the last file counts. The
+    tensors in `computed` are not those of the files. With `whole`, the folder holds a vision model,
+    whose config.json and processor's files are written, too. Raises OSError, and raises ValueError
+    for a .json file that is not valid JSON.
     """
     for name in (CONFIG, *PROCESSOR_FILES) if whole else ():
         if (folder / name).is_file():
@@ -189,19 +204,23 @@ def keep_others(
             if name.endswith(".json"):
                 parse_json(content)
             write_durably(to / name, content)
-    where = {name: (path, e) for path in files for name, e in extents_of(path).items()}
-    found = {name: where[name] for name in sorted(names)}
+    where = {
+        name: Bytes(extent, partial(_pieces, path, extent))
+        for path in files
+        for name, extent in extents_of(path).items()
+    }
+    found = {name: computed.get(name) or where[name] for name in sorted(names)}
     at, header = 0, {}
-    for name, (_, extent) in found.items():
-        end = at + extent.end - extent.begin
-        header[name] = {"dtype": extent.dtype, "shape": extent.shape, "data_offsets": [at, end]}
+    for name, (form, _) in found.items():
+        end = at + form.end - form.begin
+        header[name] = {"dtype": form.dtype, "shape": form.shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps({_METADATA: {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
     with new_file(to / OTHERS) as target:
         write_all(target, memoryview(len(text).to_bytes(8, "little") + text))
-        for path, extent in found.values():
-            for piece in _pieces(path, extent):
+        for _, read in found.values():
+            for piece in read():
                 write_all(target, piece)
         os.fsync(target)
 

@@ -20,7 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from parallel3d.checkpoint.hf.dequantize import dequantized, from_fp8, from_mxfp4
-from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.folder import HFFolder, keep_rest, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.quantization import Quantization, take_quantization
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
@@ -184,6 +184,21 @@ def test_an_import_of_fp8_is_proven_and_exported_without_quantization(
     exported = load_file("out/model.safetensors")
     assert exported.keys() == plain.keys()
     assert all_equal(exported, {key: value.float() for key, value in plain.items()})
+
+
+def test_layers_of_multi_token_prediction_in_fp8_are_kept_in_bf16() -> None:
+    """Published folders of Qwen3-Next, Qwen3.5 and Qwen3.6 in fp8 have them."""
+    weight, name = torch.randn(40, 24).to(FP8), "mtp.layers.0.mlp.up_proj.weight"
+    scale = some_scales(3, 1)
+    as_it_is = {"mtp.norm.weight": torch.arange(5.0), "mtp.fc.weight": torch.ones(2, 3).bfloat16()}
+    Path("hf").mkdir()
+    tensors = {name: weight, f"{name}_scale_inv": scale, **as_it_is}
+    save_file(tensors | {"lm_head.weight": torch.zeros(2, 2)}, "hf/model.safetensors")
+    source = HFFolder("qwen3_next", {}, False, {}, quantization=Quantization("fp8", (16, 24)))
+    keep_rest(Path("hf"), source, Path("kept"))
+    kept = load_file("kept/others.safetensors")
+    assert all_equal(kept, {name: products(weight, scale, (16, 24)).bfloat16(), **as_it_is})
+    assert kept[name].dtype == torch.bfloat16 and kept["mtp.norm.weight"].dtype == torch.float32
 
 
 def test_a_number_in_fp8_is_refused_by_its_name() -> None:
