@@ -18,6 +18,7 @@ from parallel3d.checkpoint.hf.delta import (
 )
 from parallel3d.checkpoint.hf.experts import (
     LIMIT,
+    LISTED,
     MTP,
     read_experts,
     wanted_experts,
@@ -464,6 +465,8 @@ def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
         **_attention(keys, family),
         **_scales(keys, family, hidden, width),
     }
+    if family.experts is None or family.experts.dense != LISTED:
+        keys.expect(LISTED, ([],))  # folders of Qwen3.5 have it, whether or not there are experts
     found |= {"attention_gate": True} if family.gated else {}
     found |= {"attention_sinks": True} if family.sinks else {}
     if family.experts is None:

@@ -631,6 +631,7 @@ QWEN3_5 = {  # text_config of the folder
     "linear_value_head_dim": 128,
     "mamba_ssm_dtype": "float32",
     "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
     "num_attention_heads": 16,
@@ -704,3 +705,11 @@ def test_presets_follow_the_published_config(name: str) -> None:
     same["num_query_groups"] = ours.kv_heads
     assert (ours.head_size, ours.kv_heads) == (theirs.head_size, theirs.kv_heads)
     assert replace(ours, **same) == replace(theirs, **same)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("qwen3_5")])
+def test_every_key_of_a_folder_of_qwen3_5_is_read(name: str) -> None:
+    """A run starts from the folder without transformers, which would decide about other keys."""
+    assert from_hf(PUBLISHED[name]).unread == {}
+    other = from_hf(PUBLISHED[name] | {"mlp_only_layers": [1]})
+    assert other.unread == {"mlp_only_layers": [1]}
