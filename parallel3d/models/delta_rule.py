@@ -386,7 +386,8 @@ class RuleChunks:
             move, add = both.split((dk, dv), dim=-1)
             add = add + self.added[c]
         of_heads = self.batch, self.heads, dk
-        return move.reshape(*of_heads, dk), add.reshape(*of_heads, dv)
+        # The two are parts of one product, which `move` would keep whole for the backward.
+        return move.reshape(*of_heads, dk).contiguous(), add.reshape(*of_heads, dv)
 
     def states(self, state: Tensor) -> Tensor:
         """Returns the state before each chunk and after the last, given the one before the first.

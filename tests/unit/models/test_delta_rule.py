@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.context_parallel.attention import ONE_RANK
 from parallel3d.models import delta_rule as delta_rules
 from parallel3d.models.delta_rule import RuleChunks, delta_rule
 
@@ -143,6 +144,26 @@ def test_bf16_is_near_fp64_and_keeps_fp32_within() -> None:
     ):
         assert one.dtype == given.dtype
         assert differ(one, other) < 1e-2
+
+
+@pytest.mark.parametrize("has_pieces", [False, True])
+@pytest.mark.parametrize("length", [64, 130])
+def test_the_compiler_is_told_the_sizes_and_strides_of_all_results(
+    length: int, has_pieces: bool
+) -> None:
+    """Compiled code stops if the operator's results have others."""
+    inputs = [x.detach() for x in drawn(length)[:5]]
+    place = torch.zeros(BATCH, 1, dtype=torch.int64)
+    pieces = (place, place) if has_pieces else (None, None)
+    begins = torch.zeros(BATCH, length, dtype=torch.bool)
+    checks = "test_schema", "test_faketensor"
+    given = (*inputs, ONE_RANK.handle, begins, *pieces, None)
+    torch.library.opcheck(torch.ops.parallel3d.delta_rule.default, given, test_utils=checks)
+    kept = torch.ops.parallel3d.delta_rule(*given)
+    grad = torch.ones_like(inputs[2])
+    of_backward = (grad, *inputs, *kept, *given[5:])
+    backward = torch.ops.parallel3d.delta_rule_backward.default
+    torch.library.opcheck(backward, of_backward, test_utils=checks)
 
 
 def test_tensors_without_values_give_shapes() -> None:
