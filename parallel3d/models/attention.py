@@ -97,7 +97,8 @@ def avoids_cudnn(blueprint: Blueprint, device: torch.device) -> bool:
     if asked != AUTO or device.type != "cuda" or torch.version.hip is not None:
         return False
     half = blueprint.precision.name in HALF_PRECISION  # cuDNN has no attention for other dtypes
-    if not half or min(kv for _, kv, _ in _local_heads(blueprint)) >= LEAST_KV_HEADS:
+    fewest = min((kv for _, kv, _ in _local_heads(blueprint)), default=LEAST_KV_HEADS)
+    if not half or fewest >= LEAST_KV_HEADS:
         return False
     return accelerator.module(device).get_device_capability(device)[0] == BLACKWELL
 

@@ -166,7 +166,7 @@ def rows_of(model: ModelConfig, changes: Sequence[Change]) -> list[ComparedRow]:
 
 def _is_cheap(model: ModelConfig, tokens: int) -> bool:
     """Returns whether the comparison may have a row of so many tokens."""
-    heads = max(kind.heads for kind in model.attention_kinds)
+    heads = max((kind.heads for kind in model.attention_kinds), default=0)
     scores = 4 * 4 * heads * tokens**2  # bytes of a layer's attention scores
     work = parameter_count(model) * tokens
     return tokens <= LONGEST or (work <= MOST_WORK and scores <= available_memory() / 4)

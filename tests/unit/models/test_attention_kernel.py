@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.checkpoint.proof import rows_of
 from parallel3d.commands.verify import variants
 from parallel3d.config.values import in_other_precision
 from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed
@@ -199,6 +200,16 @@ def test_auto_leaves_out_cudnn_where_it_is_reported_to_be_wrong(
     # ROCm numbers compute capabilities differently.
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert choose_kernel(blueprint_of(made), CUDA) == "auto"
+
+
+def test_a_model_without_attention_leaves_out_no_kernel_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shows(monkeypatch, (10, 0))
+    made = Config(model=ModelConfig(layer_types=["gated_deltanet"]))
+    made.precision.name = "bf16"
+    assert choose_kernel(blueprint_of(made), CUDA) == "auto"
+    assert rows_of(made.model, [])  # a proof of an export compares some tokens
 
 
 def test_a_start_logs_that_cudnn_is_left_out(
