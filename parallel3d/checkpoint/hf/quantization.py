@@ -28,6 +28,8 @@ _KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
         "scale_fmt": (None, "float", "ue8m0"),
         "expert_dtype": (None, "fp8"),
         "dequantize": (False, True),
+        "weight_per_tensor": (False,),
+        "act_per_tensor": (False, True),
         "modules_to_not_convert": (),
         "ignored_layers": (),
         "modules_to_convert": (),

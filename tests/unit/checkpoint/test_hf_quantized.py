@@ -284,6 +284,16 @@ def test_other_quantization_is_refused_by_its_key(changes: dict[str, Any], said:
         assert "\n" not in str(refused.value)
 
 
+def test_the_keys_of_qwen3_5_in_fp8_are_read() -> None:
+    """Qwen3.5-35B-A3B-FP8 has these; without blocks, the scale of a tensor needs a null block."""
+    about = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_per_tensor": False}
+    about |= {"act_per_tensor": False, "weight_block_size": [128, 128]}
+    about |= {"modules_to_not_convert": ["lm_head", "mtp.fc"]}
+    assert take_quantization({"quantization_config": about})[1] == Quantization("fp8", (128, 128))
+    with pytest.raises(UserError, match="weight_per_tensor=true"):
+        take_quantization({"quantization_config": about | {"weight_per_tensor": True}})
+
+
 def test_every_code_and_exponent_of_mxfp4_is_exact() -> None:
     numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     exponents = torch.arange(255, dtype=torch.uint8)
