@@ -55,7 +55,15 @@ def read_rope(
         slides: whether any layer has a window.
     """
     old = keys.get(OLD, None, dict)
+    given = keys.has(NEW)
     new = keys.get(NEW, None, dict)
+    is_open = given and new is None and not old and not keys.has(THETA)
+    if family.may_lack_positions and is_open:
+        raise UserError(
+            f"config.json has {NEW}=null without {THETA}, which transformers takes for "
+            f"{THETA}={family.base:g} and others for no positions: add {THETA}, which may be null "
+            "for no positions"
+        )
     if family.local_base is not None:
         return _read_by_kind(keys, family, old, new, positions, width, slides)
     content: dict[str, Any] = old or (dict(family.rope) if new is None else new)

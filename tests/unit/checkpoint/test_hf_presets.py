@@ -11,6 +11,7 @@ from parallel3d.checkpoint.hf.config import from_hf
 from parallel3d.checkpoint.init_from import model_from
 from parallel3d.cli.overrides import presets
 from parallel3d.commands.recipes import recipe
+from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import conf_dir
 
@@ -713,3 +714,16 @@ def test_every_key_of_a_folder_of_qwen3_5_is_read(name: str) -> None:
     assert from_hf(PUBLISHED[name]).unread == {}
     other = from_hf(PUBLISHED[name] | {"mlp_only_layers": [1]})
     assert other.unread == {"mlp_only_layers": [1]}
+
+
+def test_a_null_that_may_mean_no_positions_or_the_default_is_refused() -> None:
+    """transformers 5 reads its default, but folders of OLMo Hybrid may mean no positions."""
+    none = {"rope_theta": None, "rope_type": "default"}
+    for more in ({"rope_theta": None}, {"rope_parameters": none}):
+        found = from_hf({"model_type": "olmo_hybrid", **more})
+        assert found.keys["layer_types"] == ["gated_deltanet"] * 3 + ["full_nope"]
+    found = from_hf({"model_type": "olmo_hybrid", "rope_parameters": None, "rope_theta": None})
+    assert found.keys["layer_types"][-1] == "full_nope"
+    with pytest.raises(UserError, match="rope_parameters=null without rope_theta"):
+        from_hf({"model_type": "olmo_hybrid", "rope_parameters": None})
+    assert from_hf({"model_type": "olmo3", "rope_parameters": None}).keys["rotary_base"] == 5e5
