@@ -272,7 +272,7 @@ class StepMoments:
         near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
         moved = (place.memory.kept - place.stays for place in self._with_backward(chunk))
         # A place of a user's own model also frees its input, which nothing moves.
-        return near * max(0.0, *moved)
+        return near * max([0.0, *moved])
 
     def _of_head(self, chunk: int, adds: bool) -> float:
         """Returns the bytes that the head adds to the backward of a stage's layers.

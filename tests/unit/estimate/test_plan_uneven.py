@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -27,6 +28,7 @@ from parallel3d.estimate.fitted_cost import (
     stage_parameters,
     step,
 )
+from parallel3d.estimate.memory import memory_of
 from parallel3d.estimate.search import LayoutChoice, configure, layouts, planned, sizes_of, works
 from parallel3d.models.declared import LayerKind
 from parallel3d.run_config import Config
@@ -183,6 +185,17 @@ def test_frozen_layers_are_priced_without_what_they_do_not_compute() -> None:
     assert 2.5 < three / one < 4
     assert stage_parameters(w)[0, 0] == 0 < stage_parameters(w)[-1, 0]
     assert 0.5 < step(w, c).compute / step(every, c).compute < 0.75
+
+
+def test_a_stage_of_frozen_layers_alone_has_an_estimate_of_its_memory() -> None:
+    """It keeps nothing for a backward, and offloads nothing."""
+    frozen = config_of("model=llama_tiny", "model.num_layers=4")
+    every = copy.deepcopy(frozen)
+    frozen.optim.freeze = ["embedding.*", "layers.0.*", "layers.1.*"]
+    choice = choice_of(pp=4)
+    first = planned(configure(frozen, choice)).stages[0]
+    assert first.without_backward == len(first.layers)
+    assert 0 < memory_of(frozen, choice) < memory_of(every, choice)
 
 
 def test_a_table_prices_uneven_layouts_as_single_calls_do() -> None:
