@@ -22,9 +22,10 @@ def facts_of(module: nn.Module, number: int) -> list[Any]:
     `number`: the number of the layer.
     """
     found: list[Any] = []
-    for path, each in module.named_modules():
-        methods = [*_methods(type(each))]
-        read = {name for method in methods for name in _names(method.__code__)}
+    every = [(path, each, [*_methods(type(each))]) for path, each in module.named_modules()]
+    # A module may read the number that another one holds, as self.child.number.
+    read = {name for *_, methods in every for m in methods for name in _names(m.__code__)}
+    for path, each, methods in every:
         for name, value in vars(each).items():
             may_be_number = bool(methods) and type(value) is int and value == number
             if not name.startswith("_") and not (may_be_number and name not in read):

@@ -37,6 +37,15 @@ class OfProperty(Block):
         return self.number % 2
 
 
+class OfChild(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.child = Block(number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.child.number
+
+
 def closing(number: int, held: Any) -> nn.Module:
     class Closing(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -85,6 +94,7 @@ def test_a_number_that_a_method_reads_tells_blocks_apart() -> None:
     assert alike(Block(0), Block(1))
     assert not alike(Reading(0), Reading(1))
     assert not alike(OfProperty(0), OfProperty(1))
+    assert not alike(OfChild(0), OfChild(1))
     assert not alike(closing(0, 0), closing(1, 1))
 
 
