@@ -456,7 +456,7 @@ def _in_bf16(folder: Path, file: Any, key: str) -> Bytes:
 
     def read() -> list[memoryview]:
         found = _finite(folder, file, Place(key), slice(None), torch.bfloat16)
-        return [memoryview(found.contiguous().view(torch.uint8).flatten().numpy())]
+        return [found.contiguous().view(torch.uint8).flatten().numpy().data]
 
     return Bytes(StoredTensor("BF16", shape, 0, torch.bfloat16.itemsize * prod(shape)), read)
 
