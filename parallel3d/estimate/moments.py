@@ -309,6 +309,8 @@ class StepMoments:
         of tokens, it waits more often and falls further behind.
         """
         layers = [place.memory for place in self._with_backward(chunk)]
+        if not layers:  # all are frozen
+            return 0.0
         if kind == Kind.F:
             most = max(layer.backward for layer in layers)
         else:

@@ -28,10 +28,11 @@ from parallel3d.estimate.fitted_cost import (
     stage_parameters,
     step,
 )
-from parallel3d.estimate.memory import memory_of
+from parallel3d.estimate.memory import memory_of, peak_stage
 from parallel3d.estimate.search import LayoutChoice, configure, layouts, planned, sizes_of, works
 from parallel3d.models.declared import LayerKind
-from parallel3d.run_config import Config
+from parallel3d.resolve import blueprint_of
+from parallel3d.run_config import Config, check_config
 from tests.unit.estimate.plan_work import constants, work
 from tests.unit.estimate.test_plan_experts import QWEN
 
@@ -196,6 +197,16 @@ def test_a_stage_of_frozen_layers_alone_has_an_estimate_of_its_memory() -> None:
     first = planned(configure(frozen, choice)).stages[0]
     assert first.without_backward == len(first.layers)
     assert 0 < memory_of(frozen, choice) < memory_of(every, choice)
+
+
+def test_frozen_layers_of_which_two_passes_take_turns_have_an_estimate_of_their_memory() -> None:
+    words = ("model=moe_tiny", "pp=1", "dp=2", "ep=2", "moe.overlap=true")
+    every, frozen = config_of(*words), config_of(*words)
+    frozen.optim.freeze = ["embedding.*", "layers.*"]
+    of_every, of_frozen = (
+        peak_stage(blueprint_of(check_config(config, 2)))[1].total for config in (every, frozen)
+    )
+    assert 0 < of_frozen < of_every
 
 
 def test_a_table_prices_uneven_layouts_as_single_calls_do() -> None:
