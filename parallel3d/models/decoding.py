@@ -49,6 +49,7 @@ def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.devic
         attention_kernel=choose_kernel(blueprint, device),
         cp=groups.cp,
         cp_style=blueprint.layer.cp_style,
+        cp_states=blueprint.layer.cp_states,
         ep=groups.ep,
         dispatch=GATHER,  # every rank of ep has equally many tokens
     )

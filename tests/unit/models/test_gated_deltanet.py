@@ -158,6 +158,14 @@ def test_64_tokens_one_by_one_give_what_they_give_at_once(prompt: int) -> None:
         assert (decoded(mixer, x, prompt) - expected).abs().max() > 1e-3
 
 
+def test_an_evaluation_takes_the_way_of_states_that_is_configured() -> None:
+    config = Config(model=MODEL, dp=1)
+    config.context_parallel.states = "heads"
+    groups = ProcessGroups.single()
+    stage = blank_stage(blueprint_of(config), groups, torch.device("cpu"))
+    assert mixer_of(stage).states == "heads"
+
+
 @torch.no_grad()
 def test_a_sequence_begins_without_the_states_of_the_one_before() -> None:
     mixer, x = mixer_of(stage_of()[0]), drawn(2, 9, 16)
