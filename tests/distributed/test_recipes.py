@@ -26,6 +26,7 @@ pytestmark = pytest.mark.more
 RANKS = 4
 STEPS = 2
 NAMES = presets("experiment")
+STATES = ("delta_key_heads", "delta_value_heads", "delta_key_size", "delta_value_size")
 
 
 class Trained(NamedTuple):
@@ -44,12 +45,16 @@ def small(name: str) -> Config:
     config = recipe(name)
     tp, cp, pp, vpp = (min(2, size) for size in (config.tp, config.cp, config.pp, config.vpp))
     dp = RANKS // (tp * cp * pp)
+    rotates_few = config.model.rotary_percent < 0.5  # at least a pair of a head's dimensions
+    has_states = config.model.delta_key_heads is not None
+    states = dict(zip(STATES, (2, 4, 4, 6), strict=True)) if has_states else {}
     model = dataclasses.replace(
         config.model,
         **TINY_SIZES,
-        num_layers=2 * pp * vpp,
+        **states,
+        num_layers=max(2 * pp * vpp, len(config.model.layer_types)),
         num_query_groups=4 if config.model.kv_heads < config.model.num_attention_heads else None,
-        head_dim=None,
+        head_dim=8 if rotates_few else None,
         max_position_embeddings=None,
         dropout=0.0,
         # The samples are short, so there must be few experts.
