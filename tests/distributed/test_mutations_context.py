@@ -190,7 +190,7 @@ def the_diagonal_at_the_first_key(sound: Any, *given: Any) -> np.ndarray:
 @planted(ATTENTION)
 def heads_have_the_masks_of_the_first(sound: Any, *given: Any) -> Tensor:
     """A rank that attends with other heads uses the dropout masks of the first heads."""
-    *_, options = given
+    *_, options, _ = given
     options.dropout.first_head = 0
     return sound(*given)
 

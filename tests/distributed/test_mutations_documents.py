@@ -96,12 +96,18 @@ def the_middle_knows_no_documents(sound: Any, *which: Any) -> MicroBatch:
 
 @planted(ATTENTION)
 def dropout_sees_everything(
-    sound: Any, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, options: AttentionOptions
+    sound: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: LayerInputs,
+    options: AttentionOptions,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention that writes its probabilities out ignores the documents."""
     if inputs.samples is not None:
         inputs = replace(inputs, documents=None)
-    return sound(q, k, v, inputs, options)
+    return sound(q, k, v, inputs, options, sinks)
 
 
 @planted(MICRO_BATCH)
