@@ -205,7 +205,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     scores = random(1, few, sequence, sequence)
     queries = places.to(torch.int32)[None]
     keys = plain(dropout.row_keys)(starts[:1], (few, sequence), 0, places)
-    seen = (queries, None, *keys, 0.1)
+    seen = (queries, None, *keys, 0.1, None, None)  # neither sinks nor a cap
     softmax, backward = (
         dropped_attention.dropped_softmax,
         dropped_attention.dropped_softmax_backward,
