@@ -50,13 +50,18 @@ for name, keys in models.items():
         wanted.append(WantedTrace.of(blueprint_of(config), 1, recomputed=True))
 for (name, word, model), trace in zip(cases, record(wanted), strict=True):
     passes, kind = trace.at(1), LayerKind.of(model, 1)
-    traced, declared = [], []
+    traced, declared, capped = [], [], model.attention_logit_cap is not None
     for each, repeats in ((passes.forward, None), (passes.repeated, Repeats.of(word))):
         length, found = model.seq_length, flops_of(model, kind, repeats)
         traced += [each.product_flops, each.flops]
-        declared += [length * found.products, length * found.total(length, length / 2)]
-    backward = passes.backward.product_flops
-    print(json.dumps([name, word, traced + [backward], declared + [2 * declared[0]]]))
+        products, total = length * found.products, length * found.total(length, length / 2)
+        if capped:  # no kernel does so: attention is products of one block of queries with all keys
+            products = total = length * found.total(length, length)
+        declared += [products, total]
+    whole = flops_of(model, kind)
+    backward = 2 * length * whole.products
+    backward += capped * 2.5 * length**2 * whole.attention  # 5 products, and 2 in the forward
+    print(json.dumps([name, word, traced + [passes.backward.product_flops], declared + [backward]]))
 
 config = Config(model=ModelConfig(**models["rope"], num_layers=2), device="cuda")
 config.tp, config.sp, config.pp, config.micro_batch_size = 2, True, 2, 1
