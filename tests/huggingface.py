@@ -245,6 +245,11 @@ def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            if name.endswith(
+                "dt_bias"
+            ):  # slower decays, or hardly a gradient passes through states
+                parameter.sub_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))

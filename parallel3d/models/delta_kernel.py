@@ -63,7 +63,8 @@ def _has_deltanet(blueprint: Blueprint) -> bool:
 def _may_use_fla(blueprint: Blueprint, device: torch.device) -> bool:
     if blueprint.compiles or torch.are_deterministic_algorithms_enabled():
         return False  # the package's gradients depend on the order of threads
-    return blueprint.precision.name in HALF_PRECISION and device.type == "cuda"
+    on_card = accelerator.is_accelerator(device) and accelerator.has_values(device)
+    return on_card and blueprint.precision.name in HALF_PRECISION
 
 
 @functools.cache

@@ -40,7 +40,7 @@ FAMILIES = {
     **{kind: (kind, keys) for kind, keys in EXPERTS.items() if kind != "gpt_oss"},
 }
 # The parts of a layer that published folders keep in bf16.
-KEPT = re.compile(r"norm|embed|wte|wpe|lm_head|\.gate\.|ln_|bias|rotary")
+KEPT = re.compile(r"norm|embed|wte|wpe|lm_head|\.gate\.|ln_|bias|rotary|conv1d")
 
 
 @pytest.fixture(autouse=True)

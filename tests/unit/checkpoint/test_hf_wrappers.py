@@ -334,7 +334,10 @@ def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
             {"model_type": "gemma3", "text_config": {"final_logit_softcapping": 30.0}},
             "text_config has final_logit_softcapping=30.0",
         ),
-        ({"model_type": "idefics3"}, "or gemma3, mistral3 or llava with one of these"),
+        (
+            {"model_type": "idefics3"},
+            "or gemma3, mistral3, llava, qwen3_5 or qwen3_5_moe with one of these",
+        ),
     ):
         path.write_text(json.dumps(config | changes))
         with pytest.raises(UserError, match=said.replace(".", r"\.")):
