@@ -48,7 +48,7 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     # In fp32, the norm of a head's small output multiplies its rounding by up to eps^-½.
-    "rms_norm_eps": 1e-2,
+    "rms_norm_eps": 0.5,
     "attention_bias": True,
     **GROUPED,
 }
@@ -249,7 +249,7 @@ def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
             if name.endswith(
                 "dt_bias"
             ):  # slower decays, or hardly a gradient passes through states
-                parameter.sub_(1.0)
+                parameter.sub_(2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))
