@@ -127,7 +127,7 @@ class SaveClock:
     def is_due(self) -> bool:
         """Returns whether to save after this step, whose end is near.
 
-        Of the two steps around the end of the interval, the nearer one is taken.
+        The nearer one of the two steps around the end of the interval is taken.
         """
         if self.interval_s is None:
             return self._steps + 1 >= FIRST_STEPS

@@ -186,7 +186,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class DeltaState:
-    """What a layer keeps of the tokens that it has decoded: states of heads, and the last tokens.
+    """Keeps what a layer needs of decoded tokens: the states of heads, and the last tokens.
 
     Its size does not depend on the number of tokens.
     """

@@ -208,7 +208,7 @@ class MeasuredLayer(NamedTuple):
 
 
 class LayerRan(NamedTuple):
-    """What a forward and a backward of a layer have recorded.
+    """The records of a forward and a backward of a layer.
 
     Attributes:
         entered: the layer's input.
