@@ -91,6 +91,8 @@ def tokens_before(x: Tensor, few: int, cp: ContextParallel, pieces: Pieces) -> T
 
     They are 0 before the first piece of a sequence. `x` has this rank's tokens (b, n, width).
     """
+    if few == 0:
+        return x.new_empty(pieces.own.numel(), 0, x.shape[2])
     return _tokens_before(x, cp.handle, pieces.order, pieces.own, few, x.shape[1])
 
 

@@ -195,6 +195,28 @@ def test_bytes_of_states_do_not_grow_with_the_sequence(pool: Pool) -> None:
         assert short == long == 2 * once  # in the forward and in the backward
 
 
+def sent_before(few: int) -> tuple[list[str], tuple[int, ...]]:
+    """Returns the collectives of `tokens_before` and its backward, and its result's shape."""
+    groups = ProcessGroups.create(Layout(1, 1, 1, 2), "cpu", 300)
+    log = OperationLog()
+    cp = ContextParallel(replace(groups.cp, log=log))
+    _, documents = documents_on(groups.cp, LENGTHS[2], False)
+    shard = documents.shard
+    assert shard is not None and shard.pieces is not None
+    x = torch.ones(*shard.positions.shape, 1, requires_grad=True)
+    found = tokens_before(x, few, cp, shard.pieces)
+    (found.sum() + x.sum()).backward()
+    groups.close()
+    return [one.name for one in log.latest(100)], tuple(found.shape)
+
+
+def test_a_convolution_of_one_token_sends_no_tokens(pool: Pool) -> None:
+    for names, (_, few, _) in pool.run(2, sent_before, 1):
+        assert (names, few) == (["reduce_scatter", "all_gather"], 1)  # newest first
+    for names, (_, few, _) in pool.run(2, sent_before, 0):
+        assert (names, few) == ([], 0)
+
+
 # Models
 
 SHORT = dict(MODEL) | {"seq_length": 24}  # pieces of cp=4 have three tokens
