@@ -231,7 +231,7 @@ def _within(grad: Tensor, gate_up: Tensor, limit: float | None) -> Tensor:
     """Returns the gradients of gate and up, given those of what is left of them by the limit."""
     if limit is None:
         return grad
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = _wide(gate_up).chunk(2, dim=-1)  # the limit is not rounded to 16 bits
     return grad.where(torch.cat((gate <= limit, up.abs() <= limit), -1), 0.0)
 
 

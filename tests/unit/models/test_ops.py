@@ -30,6 +30,7 @@ from parallel3d.models.ops import (
     sigmoid_gated,
     split_heads,
     swiglu,
+    weighed_backward,
 )
 from parallel3d.models.rotary import Positions
 from parallel3d.parameters.initializer import Initializer
@@ -155,6 +156,22 @@ def test_a_limited_swiglu_stops_the_gate_above_and_up_on_both_sides() -> None:
     expected = (within + 1) * below * torch.sigmoid(1.702 * below)
     torch.testing.assert_close(swiglu(x, 2.0), expected)
     assert gradcheck(lambda x: swiglu(x, 2.0), (x,))
+
+
+def test_a_limit_between_two_numbers_of_bf16_is_not_rounded() -> None:
+    """0.2 is 0.20019… in bf16, at which neither the gate nor up has a gradient."""
+    at = torch.tensor([0.2, 0.1, 0.3, 0.1, 0.1, 0.1], dtype=torch.bfloat16)
+    gate_up = torch.stack((at, at.roll(3), torch.cat((at[:3], -at[:3]))))
+    wide = gate_up.double().requires_grad_()
+    (expected,) = torch.autograd.grad(swiglu(wide, 0.2).sum(), wide)
+    assert (expected == 0).sum() == 2 + 2 + 4
+    narrow = gate_up.clone().requires_grad_()
+    (found,) = torch.autograd.grad(swiglu(narrow, 0.2).sum(), narrow)
+    torch.testing.assert_close(found, expected.bfloat16())
+    ones = torch.ones(3, dtype=torch.bfloat16)
+    grad = torch.ones(3, 3, dtype=torch.bfloat16)
+    found, *_ = weighed_backward(grad, gate_up, ones.float(), "swiglu", 0.2)
+    torch.testing.assert_close(found, expected.bfloat16())
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
