@@ -15,33 +15,45 @@ import torch
 from torch import Tensor
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.values import AUTO, FLA, HALF_PRECISION, TORCH
 from parallel3d.device import accelerator
-from parallel3d.errors import UserError, first_line
+from parallel3d.errors import UserError, first_line, print_line
 from parallel3d.models.declared import layer_kinds
 from parallel3d.models.delta_rule import delta_rule
 from parallel3d.models.dialect import GATED_DELTANET
 from parallel3d.models.fla_kernel import MODULE, rule_by_fla
 
+AUTO_TAKES_TORCH = "delta_kernel=auto takes the torch form of gated DeltaNet"
 TOLERANCE = 2e-2  # relative error of the output and of each gradient in bf16
 TRIED_TOKENS, TRIED_HEADS = 130, 2  # three chunks, of which the last is not full
 
 
-def choose_delta_kernel(blueprint: Blueprint, device: torch.device) -> str:
-    """Returns TORCH or FLA. If the configuration names fla, it must work on `device`.
+def choose_delta_kernel(blueprint: Blueprint, device: torch.device, world: Group = SINGLE) -> str:
+    """Returns TORCH or FLA, the same on all ranks of `world`; collective.
+
+    If the configuration names fla, it must work on each rank's device. If it is auto, and fla works
+    on rank 0 but not on another rank, rank 0 logs why.
 
     Raises:
-        UserError: the configured kernel fails on this device. Every rank raises it.
+        UserError: the configured kernel fails on a device. Every rank raises it.
     """
     asked = blueprint.layer.state_kernel
     if asked == TORCH or not accelerator.has_values(device) or not _has_deltanet(blueprint):
         return TORCH  # a dry run counts the torch form
     if asked == AUTO and not _may_use_fla(blueprint, device):
         return TORCH
-    why = why_not(device, blueprint.model.delta_sizes)
-    if why is None:
+    own = why_not(device, blueprint.model.delta_sizes)
+    reasons = all_gather_json(own, world.handle, device)
+    failed = [i for i, reason in enumerate(reasons) if reason is not None]
+    if not failed:
         return FLA
+    rank = failed[0]
+    why = f"on rank {rank} {reasons[rank]}" if rank else reasons[rank]
     if asked == AUTO:
+        if rank and world.index == 0:
+            print_line(f"{AUTO_TAKES_TORCH}: {why}")
         return TORCH
     raise UserError(
         f"delta_kernel=fla: {why}; the nearest is delta_kernel=torch, which needs no package."
@@ -49,7 +61,7 @@ def choose_delta_kernel(blueprint: Blueprint, device: torch.device) -> str:
 
 
 def torch_form_instead(blueprint: Blueprint, device: torch.device) -> str | None:
-    """Returns why `delta_kernel=auto` takes the torch form on a GPU, or None if it does not."""
+    """Returns why `delta_kernel=auto` takes the torch form on this GPU, or None if it does not."""
     asked = blueprint.layer.state_kernel
     if asked != AUTO or not _has_deltanet(blueprint) or not _may_use_fla(blueprint, device):
         return None

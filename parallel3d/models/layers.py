@@ -69,6 +69,7 @@ class BuildContext:
         overlap: BatchOverlap | None = None,
         gathers: PendingGathers | None = None,
         offload: ActivationOffload | None = None,
+        world: Group = SINGLE,
     ) -> BuildContext:
         layer = blueprint.layer
         return cls(
@@ -82,7 +83,7 @@ class BuildContext:
             layer.mlp_chunks,
             gather_qk=layer.gather_qk,
             attention_kernel=choose_kernel(blueprint, init.device),
-            delta_kernel=choose_delta_kernel(blueprint, init.device),
+            delta_kernel=choose_delta_kernel(blueprint, init.device, world),
             cp=cp,
             cp_style=layer.cp_style,
             cp_states=layer.cp_states,

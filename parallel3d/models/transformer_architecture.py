@@ -18,7 +18,7 @@ from parallel3d.device.precision import compute_dtype
 from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.architecture import Architecture
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
-from parallel3d.models.delta_kernel import torch_form_instead
+from parallel3d.models.delta_kernel import AUTO_TAKES_TORCH, torch_form_instead
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.flops import FLOPS_FORMULA, TrainedShares, flops_per_token
 from parallel3d.models.keys import ModelConfig
@@ -53,7 +53,7 @@ class TransformerArchitecture(Architecture[Stage]):
         overlap: BatchOverlap | None = None,
         offload: ActivationOffload | None = None,
     ) -> list[Stage]:
-        of_layers = groups.tp, groups.cp, groups.ep, overlap, gathers, offload
+        of_layers = groups.tp, groups.cp, groups.ep, overlap, gathers, offload, groups.world
         context = BuildContext.of_run(blueprint, initializer, *of_layers)
         return stages_of_rank(blueprint.model, held, context)
 
@@ -130,4 +130,4 @@ class TransformerArchitecture(Architecture[Stage]):
                 f"on this GPU with fewer than {LEAST_KV_HEADS} key-value heads"
             )
         if (why := torch_form_instead(blueprint, device)) is not None:
-            yield f"delta_kernel=auto takes the torch form of gated DeltaNet: {why}"
+            yield f"{AUTO_TAKES_TORCH}: {why}"
