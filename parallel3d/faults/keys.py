@@ -45,6 +45,18 @@ class RecoveryConfig:
         "120, because a kernel is compiled for each new shape",
         above=0,
     )
+    heartbeat_s: float = key(
+        5.0,
+        "seconds between two signs of life of each node of a Slurm job, by which a dead node is "
+        "noticed after 30 s; 0: none, so that Slurm or the watchdog notices it",
+        minimum=0,
+        maximum=10,
+    )
+    exclude_days: float = key(
+        7.0,
+        "days for which the run avoids a node of a Slurm job that has failed in it",
+        minimum=0,
+    )
     spike_factor: float = key(
         3.0,
         "report a loss above this multiple of the median of the last 50 steps; 0: never",

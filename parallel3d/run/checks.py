@@ -1,9 +1,10 @@
-"""Checks the name of a run."""
+"""Checks the name of a run, and its spare nodes."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 from parallel3d.config.fields import (
     show,
@@ -11,6 +12,9 @@ from parallel3d.config.fields import (
 from parallel3d.errors import UserError
 
 LONGEST_RUN_NAME = 200  # bytes; file systems allow 255, and a sweep adds the job's number
+
+# The number of this start of a Slurm job, which its batch process gives the ranks.
+START_VARIABLE = "PARALLEL3D_START"
 
 
 def check_run_name(run: str | None, runs_dir: str) -> None:
@@ -30,4 +34,14 @@ def check_run_name(run: str | None, runs_dir: str) -> None:
             f"run={show(run)} contains {variable[0]}, which parallel3d does not expand, so several "
             "runs would have this name; let the shell expand it, or write "
             f"${{oc.env:{variable[1]}}} in its place."
+        )
+
+
+def check_spares(spares: int, environ: Mapping[str, str]) -> None:
+    """Raises UserError for spare nodes that nobody keeps, as no batch process started the ranks."""
+    if spares and not environ.get(START_VARIABLE):
+        raise UserError(
+            f"launch.spares={spares} is for jobs of slurm/train.sbatch, which keeps nodes idle and "
+            "starts the ranks on others if a node fails: submit it by sbatch; the nearest without "
+            "it is launch.spares=0"
         )

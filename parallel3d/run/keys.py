@@ -47,6 +47,13 @@ class LaunchConfig:
         minimum=1,
         once=True,
     )
+    spares: int = key(
+        0,
+        "nodes of a Slurm job that stay idle until one of the others fails, and then replace it "
+        "without a requeue; they are not counted in the layout, and slurm/train.sbatch gives them",
+        minimum=0,
+        once=True,
+    )
     timeout_s: float = key(
         600.0,
         "seconds after which a stuck collective fails",

@@ -20,6 +20,7 @@ from parallel3d.config.values import INTERVAL
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import parts_of
+from parallel3d.run.checks import START_VARIABLE, check_spares
 from parallel3d.run_config import Config, check_config
 from tests.pace import in_time
 
@@ -85,6 +86,9 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["checkpoint.every=null", "nearest is checkpoint.every=500"],
     ),
     ({"recovery.node_days": 0}, None, ["recovery.node_days=0", "above 0"]),
+    ({"launch.spares": -1}, None, ["launch.spares=-1", "nearest is launch.spares=0"]),
+    ({"recovery.heartbeat_s": 30}, None, ["heartbeat_s=30", "nearest is recovery.heartbeat_s=10"]),
+    ({"recovery.exclude_days": -1}, None, ["exclude_days=-1", "nearest is recovery.exclude_days="]),
     ({"tp": 0}, None, ["tp=0", "at least 1", "nearest is tp=1"]),
     ({"tp": "two"}, None, ["tp=two", "whole number", "nearest is tp=1"]),
     ({"tp": 2.0}, None, ["tp=2.0", "whole number"]),
@@ -871,3 +875,10 @@ def test_neither_the_schema_nor_its_checks_nor_its_page_import_torch() -> None:
 )
 def test_sizes_without_effect_in_a_configuration_refuse_nothing(changes: dict[str, Any]) -> None:
     check_config(config(**changes))
+
+
+def test_spares_need_a_batch_process_that_keeps_them() -> None:
+    check_spares(0, {})
+    check_spares(2, {START_VARIABLE: "1"})
+    with pytest.raises(UserError, match=r"launch\.spares=2 is for .*the nearest .*launch.spares=0"):
+        check_spares(2, {"SLURM_JOB_ID": "1"})
