@@ -52,12 +52,13 @@ OUT_OF_MEMORY = "OutOfMemoryError"  # a class of torch, which is not imported he
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 
 
-Kind = Literal["error", "user", "decided", "hang", "killed"]
+Kind = Literal["error", "user", "decided", "hang", "killed", "node"]
+NO_RANK = -1  # the rank in a verdict about a node
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of one rank.
+    """The failure of one rank, or of a node with all its ranks.
 
     Attributes:
         rank, coordinates, host: the rank, its coordinates in the layout, and its host.
@@ -66,7 +67,8 @@ class RankFailure:
         time: Unix time in seconds.
         kind: "user" for a UserError, "decided" for a TrainingFailure of all ranks, "hang" for a
             watchdog's diagnosis, "killed" for a rank that the launcher saw end by a signal or
-            without a record, and "error" for any other exception.
+            without a record, "node" for a node that was called dead (`of_node`), and "error" for
+            any other exception.
         where: place in the code, such as " at parallel3d/trainer.py:123"; "" if unknown.
         traceback_file: path of the file with the traceback; None if there is none.
         diverged: whether the rank's operations differed from those of its last step
@@ -90,6 +92,8 @@ class RankFailure:
             return full_stop(self.error)
         if self.kind == "hang":
             return self.error
+        if self.kind == "node":
+            return f"{self.host} {self.error}"
         who = f"rank {self.rank} ({self.coordinates}) on {self.host}"
         if self.kind == "killed":
             return f"{who} {self.error}"
@@ -135,6 +139,14 @@ def of_rank(
     """Returns a failure of a rank on this host, with the current time; `more` sets other fields."""
     place, host = coordinates_of(layout, rank), socket.gethostname()
     return RankFailure(rank, place, host, phase, error, time.time(), kind, **more)
+
+
+def of_node(host: str, error: str, time: float, phase: str = "") -> RankFailure:
+    """Returns the verdict that a node is dead, which the node itself cannot record.
+
+    `error` is the end of a sentence about the node, such as "has sent no beat for 31 s".
+    """
+    return RankFailure(NO_RANK, "", host, phase, error, time, "node")
 
 
 def from_exception(config: Config, worker: Worker, error: BaseException) -> RankFailure:
@@ -270,6 +282,8 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
         return (3, 0.0) if by_launcher else (0, failure.time)
     if failure.is_echo:
         return 2, failure.time
+    # A verdict about a node, which takes half a minute, ends all ranks. Only an error before it can
+    # have caused it: if a rank takes all memory of its node, the node becomes silent.
     if failure.kind == "error" and TIMED_OUT.search(failure.error):
         return 1, failure.time
     return 0, failure.time

@@ -99,6 +99,22 @@ def test_rank_that_the_launcher_ended_is_not_the_cause() -> None:
     assert root_cause(survivors).rank == 2
 
 
+def test_a_dead_node_is_the_cause_of_closed_connections_and_of_ended_ranks() -> None:
+    dead = failure.of_node("node3", "has sent no beat for 31 s", 40.0)
+    gone = error(0, "RuntimeError: Connection closed by peer", 1.0)
+    timed_out = error(1, "RuntimeError: Timed out waiting 1000ms for recv", 2.0)
+    ended = from_exit(LAYOUT, 2, -failure.END_SIGNAL)
+    assert root_cause([gone, timed_out, ended, dead]) == dead
+    assert dead.sentence() == "node3 has sent no beat for 31 s"
+
+
+def test_an_error_before_a_nodes_death_is_its_cause() -> None:
+    dead = failure.of_node("node3", "has sent no beat for 31 s", 40.0)
+    boom, late = error(5, "ValueError: boom", 9.0), error(6, "ValueError: boom", 41.0)
+    assert root_cause([dead, boom]) == boom
+    assert root_cause([dead, late]) == dead
+
+
 def test_sentence_names_rank_coordinates_host_phase_and_place() -> None:
     failed = from_exception(CONFIG, worker(5), caught(lambda: closest(3, None, 9)))
     words = failed.sentence()
