@@ -33,6 +33,9 @@ from parallel3d.host.devices import DeviceChoice, gpu_environment
 from parallel3d.host.memory import nothing_collected
 from parallel3d.host.processes import drop_failed_output, set_process_name
 from parallel3d.host.quotas import available_cores
+from parallel3d.metrics import recovery_log
+from parallel3d.metrics.recovery_log import Cause, RecoveryLine
+from parallel3d.metrics.starts import STARTS
 from parallel3d.resolve import layout_of
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE, discard_unused, keep_failures
@@ -59,6 +62,8 @@ class Restarts:
     run, and an error that has already occurred in the same step rule out a restart. The death of a
     rank by a signal always allows a restart, as the signal comes from outside.
 
+    The decisions about a run that has begun are appended to its `recovery.jsonl`.
+
     Attributes:
         limit: maximum number of restarts.
         say: logs a sentence for the user.
@@ -72,14 +77,18 @@ class Restarts:
     count: int = 0
     last: tuple[str, str] | None = None
 
-    def decide(self, cause: RankFailure) -> bool:
-        """Returns whether to restart; if so, logs it and moves the failure's records aside."""
+    def decide(self, cause: RankFailure, noticed: float | None = None) -> bool:
+        """Returns whether to restart; if so, logs it and moves the failure's records aside.
+
+        `noticed` is the Unix time at which the failure was noticed, or None for now.
+        """
+        noticed = time.time() if noticed is None else noticed
         if self.count >= self.limit or not self._may_succeed(cause):
-            return False
+            return self._stop(cause, noticed)
         try:
             saved = list_checkpoints(self.run_dir)
             if not saved:
-                return False
+                return self._stop(cause, noticed)
             keep_failures(self.run_dir)
         except OSError as error:
             self.say(f"no restart, as {self.run_dir} cannot be used ({reason(error)})")
@@ -88,8 +97,31 @@ class Restarts:
         self.last = (cause.phase, cause.error)
         step = step_of(saved[0])
         restart = f"restart {self.count} of {self.limit} from step {step}"
-        self.say(f"{cause.sentence().rstrip('.')}; {restart}")
+        sentence = f"{cause.sentence().rstrip('.')}; {restart}"
+        self.say(sentence)
+        self._record("same", sentence, cause, noticed)
         return True
+
+    def _stop(self, cause: RankFailure, noticed: float) -> bool:
+        self._record("stop", cause.sentence(), cause, noticed)
+        return False
+
+    def _record(self, decision: str, sentence: str, failed: RankFailure, noticed: float) -> None:
+        """Appends the decision, unless the run has not begun: its folder may yet be removed."""
+        if not os.path.isfile(self.run_dir / STARTS):
+            return
+        failed_at, now = min(failed.time, noticed), time.time()
+        line = RecoveryLine(
+            at=now,
+            start=self.count + 1,
+            decision=decision,
+            sentence=sentence,
+            cause=Cause(failed.kind, failed.host, failed.rank, failed.error),
+            nodes=(socket.gethostname(),) if decision == "same" else (),
+            failed_at=failed_at,
+            seconds={"detect": noticed - failed_at, "end": max(0.0, now - noticed)},
+        )
+        recovery_log.append(self.run_dir, line, self.say)
 
     def _may_succeed(self, cause: RankFailure) -> bool:
         if cause.kind in ("user", "decided"):
@@ -128,17 +160,19 @@ class LocalRanks:
         live: runs a rank in its own process, given the rank and the number of earlier starts, and
             returns the exit code.
         grace_s: seconds that the ranks have after a signal; None if signals are not forwarded.
-        should_restart: returns whether to restart all ranks, given the exit codes of failed ranks.
+        should_restart: returns whether to restart all ranks, given the exit codes of failed ranks
+            and the Unix time at which they were noticed.
     """
 
     count: int
     live: Callable[[int, int], int]
     grace_s: float | None = None
-    should_restart: Callable[[dict[int, int]], bool] = lambda exits: False
+    should_restart: Callable[[dict[int, int], float], bool] = lambda exits, noticed: False
     ranks: list[ForkProcess] = field(default_factory=list)
     asked: signal.Signals | None = None
     asked_at: float = math.inf
     interrupted: bool = False
+    noticed: float = 0.0  # Unix time at which the last failure was noticed
 
     def run(self, started: Callable[[], object] = lambda: None) -> dict[int, int]:
         """Runs the ranks, and returns the nonzero exit codes by rank.
@@ -152,7 +186,9 @@ class LocalRanks:
                 if starts == 0:
                     started()
                 exits = self._watch()
-                if not exits or self.asked is not None or not self.should_restart(exits):
+                if not exits or self.asked is not None:
+                    return exits
+                if not self.should_restart(exits, self.noticed):
                     return exits
                 starts += 1
         finally:
@@ -186,6 +222,7 @@ class LocalRanks:
             exits = [process.exitcode for process in self.ranks]
             failed = {rank: code for rank, code in enumerate(exits) if code}
             if failed:
+                self.noticed = time.time()
                 if -signal.SIGABRT in failed.values():  # peers may know why a rank aborted
                     time.sleep(LAST_WORDS_S)
                 self._end()
@@ -402,15 +439,15 @@ def _set_threads(wanted: dict[str, str]) -> None:
 
 def _restart_decision(
     layout: Layout, run_dir: Path, max_restarts: int
-) -> Callable[[dict[int, int]], bool]:
-    """Returns a function that decides on a restart, given the exit codes by launch rank."""
+) -> Callable[[dict[int, int], float], bool]:
+    """Returns a function that decides on a restart, as `LocalRanks.should_restart` is called."""
     restarts = Restarts(run_dir, max_restarts, print_line)
 
-    def decide(exits: dict[int, int]) -> bool:
+    def decide(exits: dict[int, int], noticed: float) -> bool:
         is_over = any(_is_answer(code) or code == EXIT_ALREADY_REPORTED for code in exits.values())
         if is_over or not _disk_answers(run_dir):
             return False
-        return restarts.decide(_cause(layout, run_dir, exits))
+        return restarts.decide(_cause(layout, run_dir, exits), noticed)
 
     return decide
 

@@ -51,7 +51,7 @@ def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
 def test_a_start_is_reported_once_all_ranks_have_joined() -> None:
     told = []
     again = iter((True, False))
-    ranks = LocalRanks(2, lambda rank, starts: 1, should_restart=lambda exits: next(again))
+    ranks = LocalRanks(2, lambda rank, starts: 1, should_restart=lambda exits, _: next(again))
     ranks.run(lambda: told.append(len([process.pid for process in ranks.ranks])))
     assert told == [2]
 
@@ -85,7 +85,7 @@ def test_ranks_are_restarted_as_often_as_decided(tmp_path: Path) -> None:
 
     seen: list[dict[int, int]] = []
     ranks = LocalRanks(
-        2, live, grace_s=10, should_restart=lambda e: seen.append(e) or len(seen) < 3
+        2, live, grace_s=10, should_restart=lambda e, _: seen.append(e) or len(seen) < 3
     )
     assert ranks.run() == {}
     assert seen == [{0: 7}, {0: 7}]
@@ -124,7 +124,7 @@ def test_ranks_that_can_stop_are_asked_to_and_not_restarted(tmp_path: Path) -> N
             time.sleep(0.01)
         return 9 if stop.number == signal.SIGUSR1 else 1
 
-    ranks = LocalRanks(1, live, grace_s=60, should_restart=lambda exits: True)
+    ranks = LocalRanks(1, live, grace_s=60, should_restart=lambda *_: True)
     assert ranks.run(once_there(tmp_path / "there", signal.SIGUSR1)) == {0: 9}
     assert ranks.asked == signal.SIGUSR1
 
@@ -149,7 +149,7 @@ def test_a_rank_begins_with_default_handlers_and_its_own_session(tmp_path: Path)
         (tmp_path / str(starts)).write_text(json.dumps(said | {"pid": os.getpid()}))
         return 1
 
-    LocalRanks(1, live, grace_s=1, should_restart=lambda exits: not (tmp_path / "1").exists()).run()
+    LocalRanks(1, live, grace_s=1, should_restart=lambda *_: not (tmp_path / "1").exists()).run()
     for starts in range(2):  # also in a launcher that has handlers
         said = json.loads((tmp_path / str(starts)).read_text())
         assert said["defaults"] and said["leads"] == said["pid"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.metrics.recovery_log import Cause, read
 from parallel3d.run.failure import RankFailure
 from parallel3d.run.local_workers import Restarts
 
@@ -60,3 +61,14 @@ def test_records_of_a_failure_do_not_reach_the_next(restarts: Restarts) -> None:
     assert restarts.decide(KILLED)
     assert not record.exists()
     assert (restarts.run_dir / "failures-1" / "rank-2.json").exists()
+
+
+def test_decisions_about_a_run_that_has_begun_are_recorded(restarts: Restarts) -> None:
+    assert restarts.decide(KILLED) and read(restarts.run_dir) == []
+    (restarts.run_dir / "starts.jsonl").touch()
+    assert restarts.decide(KILLED, noticed=3.5) and not restarts.decide(KILLED)
+    again, end = read(restarts.run_dir)
+    assert (again.decision, again.start, end.decision) == ("same", 3, "stop")
+    assert again.cause == Cause("killed", "here", 2, "was killed by SIGKILL")
+    assert (again.failed_at, again.seconds["detect"]) == (1.0, 2.5) and again.seconds["end"] > 0
+    assert again.sentence.endswith("restart 2 of 2 from step 5")
