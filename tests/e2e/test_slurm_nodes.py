@@ -1,9 +1,9 @@
 """Asks a real Slurm what becomes of a job whose node dies, and of its next step.
 
-A batch script that goes on without the dead node relies on these answers, which Slurm's manual does
-not give. Six jobs run at once on 15 virtual nodes of a network: nodes crash, so that their sockets
-close, or their links are cut, so that they only become silent. `pytest -s` prints what each job
-noted, with the seconds; docs/recovery.md has them in a table.
+The batch process, which goes on without the dead node, relies on these answers, which Slurm's
+manual does not give. Eight jobs run at once on 22 virtual nodes of a network: nodes crash, so that
+their sockets close, or their links are cut, so that they only become silent. `pytest -s` prints
+what each job noted, with the seconds; docs/recovery.md has them in a table.
 """
 
 from __future__ import annotations
@@ -49,9 +49,19 @@ on() { # seconds at most, then nodes, then options: starts a step on these nodes
 }
 export beat='while sleep 0.5; do
     echo "$EPOCHREALTIME $SLURMD_NODENAME" >>"$NAME.beats"
-    [[ -e $NAME.go && $SLURMD_NODENAME != "$LOST" ]] && exit 1
+    [[ -e $NAME.go && " $LOST " != *" $SLURMD_NODENAME "* ]] && exit 1
 done'
 go() { until [[ -e $NAME.$1 ]]; do sleep 0.1; done; }
+each() { # step, then nodes: starts a task on each of these nodes, in a step of its own
+    local node
+    for node in "${@:2}"; do
+        WHAT=$1 srun $GUARD --nodes=1 --ntasks=1 --nodelist="$node" bash -c "$guard" &
+    done
+}
+export guard='printf "%s %s 0 0 %s %s\\n" \
+    "$EPOCHREALTIME" "$WHAT" "$SLURMD_NODENAME" "$SLURM_STEP_ID" >>"$NAME.log"
+while sleep 0.5; do echo "$EPOCHREALTIME $SLURMD_NODENAME $WHAT" >>"$NAME.beats"; done'
+GUARD='--overlap --no-kill --wait=0 --kill-on-bad-exit=0'
 note begin 0 0 "$SLURM_JOB_NODELIST"
 """
 STEP = 'srun --kill-on-bad-exit=0 --wait=30 bash -c "$beat" &\nstep=$!\n'
@@ -106,6 +116,34 @@ ask plain on 15 h10,h11
 go down
 ask last on 60 h10,h11 --overlap
 """,
+    # One node is dead and one silent, and every node is to have a guard: by one step, or by one
+    # step a node. Then the srun of the ranks is killed, whose tasks have ended on the other nodes.
+    "guards": STEP
+    + f"""go go
+sleep 3
+note whole 0 0 ""
+WHAT=guard srun $GUARD --nodes=4 --ntasks=4 --ntasks-per-node=1 bash -c "$guard" &
+sleep 12
+note each 0 0 ""
+each own h16 h17 h18 h19
+sleep 10
+ask shrink {SHRINK}h16,h17
+kill -KILL "$step"
+ask next on 60 h16,h17 --overlap
+go down
+note last 0 0 ""
+sleep 2
+""",
+    # A node is lost on which only a guard runs, while the ranks train on the others.
+    "spare": f"""each own h20 h21 h22
+WHAT=train srun --overlap --kill-on-bad-exit=0 --wait=30 --nodes=2 --ntasks=2 \\
+    --nodelist=h20,h21 bash -c "$guard" &
+go go
+ask shrink {SHRINK}h20,h21
+go down
+note last 0 0 ""
+sleep 2
+""",
     # A node becomes silent, and the job does nothing about it.
     "ended": STEP + 'wait "$step"\nsleep 600\n',
 }
@@ -115,8 +153,23 @@ NODES = {
     "booted": ("h6", "h7", "h8"),
     "silent": ("h10", "h11", "h12"),
     "ended": ("h13", "h14"),
+    "guards": ("h16", "h17", "h18", "h19"),
+    "spare": ("h20", "h21", "h22"),
 }
-LOST = {"zombie": "h1", "shrunk": "h5", "booted": "h8", "silent": "h12", "ended": "h14"}
+# The nodes that each job loses, the first of them by a crash unless the job is in CUT.
+LOST = {
+    "zombie": ("h1",),
+    "shrunk": ("h5",),
+    "booted": ("h8",),
+    "silent": ("h12",),
+    "ended": ("h14",),
+    "guards": ("h18", "h19"),
+    "spare": ("h22",),
+}
+CUT = ("h12", "h14", "h19")
+DOWN = {node for nodes in LOST.values() for node in nodes} - {"h8"}  # which boots again
+FIRST = {"spare": ("own",)}  # the first task on each node, if it is not one of the ranks
+LASTING = ("shrunk", "booted", "silent", "guards", "spare")  # these wait until nodes are down
 
 
 @dataclass(frozen=True)
@@ -158,18 +211,19 @@ class Answers:
         (answer,) = self.of(job)[key]
         return answer
 
-    def beats(self, job: str, node: str) -> list[float]:
-        """Returns when the job's task on a node has written."""
+    def beats(self, job: str, node: str, *what: str) -> list[float]:
+        """Returns when the job's task on a node has written: of its first step, or of `what`."""
         path = self.folder / f"{job}.beats"
         lines = (line.split() for line in path.read_text().splitlines()) if path.exists() else ()
-        return [float(at) for at, where in lines if where == node]
+        return [float(at) for at, *where in lines if where == [node, *what]]
 
     def table(self) -> str:
         rows = [f"\nSlurm {self.version}: seconds after the loss of a node"]
         for job, lost in self.lost.items():
-            node = LOST[job]
-            down = self.down.get(node)
-            rows.append(f"{job}: {node} down after {'–' if down is None else f'{down - lost:.1f}'}")
+            for node in LOST[job]:
+                down = self.down.get(node)
+                after = "–" if down is None else f"{down - lost:.1f}"
+                rows.append(f"{job}: {node} down after {after}")
             for key, answers in self.of(job).items():
                 rows += [
                     f"  {answer.at - lost:7.1f} {key}: code {answer.code} in "
@@ -186,10 +240,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     shell = Shell(folder, tmp_path_factory.mktemp("scratch"), {}, anew=True)
     net = Path(tempfile.mkdtemp(prefix="p3d-net-"))
     net.rmdir()
-    made = Rails.start(net, hosts=15, gpus=1)
+    made = Rails.start(net, hosts=22, gpus=1)
     slurm = None
     try:
-        slurm = Slurm.start(shell, nodes=15, rails=made)
+        slurm = Slurm.start(shell, nodes=22, rails=made)
         found = Answers(folder, version=slurm.call("sinfo", "--version").split()[-1])
         lose_nodes(found, slurm, made)
         print(found.table())
@@ -206,28 +260,29 @@ def lose_nodes(found: Answers, slurm: Slurm, net: Rails) -> None:
     numbers = submit(found.folder, slurm)
     for job in LOST:
         wait_for(
-            lambda job=job: all(found.beats(job, node) for node in NODES[job]),
+            lambda job=job: all(found.beats(job, node, *FIRST.get(job, ())) for node in NODES[job]),
             30 * PATIENCE,
             f"{job} on all its nodes",
         )
     # Later it might start on a lost node that its job has given up: Slurm takes it for idle.
     wait_for(lambda: len(found.of("excluded").get("begin", ())) == 2, 30 * PATIENCE, "a requeue")
-    for job, node in LOST.items():
+    for job, nodes in LOST.items():
         found.lost[job] = time.time()
-        if job in ("silent", "ended"):
-            net.set_link(node, up=False)
-        else:
-            slurm.crash(node)
+        for node in nodes:
+            if node in CUT:
+                net.set_link(node, up=False)
+            else:
+                slurm.crash(node)
         (found.folder / f"{job}.go").touch()
     wait_for((found.folder / "booted.shrunk").exists, 30 * PATIENCE, "the shrunk job")
     slurm.boot("h8")
     deadline = time.monotonic() + 60 * PATIENCE
-    while time.monotonic() < deadline and len(found.down) < 4:
+    while time.monotonic() < deadline and len(found.down) < len(DOWN):
         see_down(found, slurm)
         time.sleep(0.5)
-    for job in ("shrunk", "booted", "silent"):
+    for job in LASTING:
         (found.folder / f"{job}.down").touch()
-    for job in ("shrunk", "booted", "silent"):
+    for job in LASTING:
         wait_for(lambda job=job: "last" in found.of(job), 30 * PATIENCE, f"the end of {job}")
     wait_for(lambda: "old-srun-ended" in found.of("shrunk"), 30 * PATIENCE, "the old srun")
     wait_for(lambda: slurm.jobs()[numbers["ended"]].state in OVER, 30 * PATIENCE, "the end")
@@ -249,7 +304,7 @@ def submit(folder: Path, slurm: Slurm) -> dict[str, str]:
             words += ["--ntasks-per-node=1", "--no-kill" if job == "zombie" else "--no-requeue"]
         else:  # on one of the two nodes that are left
             words += ["--exclusive", "--requeue"]
-        environ = {"NAME": job, "LOST": LOST.get(job, "")}
+        environ = {"NAME": job, "LOST": " ".join(LOST.get(job, ()))}
         numbers[job] = slurm.submit(*words, str(file), **environ)
     return numbers
 
@@ -257,7 +312,7 @@ def submit(folder: Path, slurm: Slurm) -> dict[str, str]:
 def see_down(found: Answers, slurm: Slurm) -> None:
     for line in set(slurm.call("sinfo", "-h", "-N", "-o", "%N %T").splitlines()):
         node, state = line.split()
-        if state.startswith("down") and node in LOST.values():
+        if state.startswith("down") and node in DOWN:
             found.down.setdefault(node, time.time())
 
 
@@ -310,3 +365,29 @@ def test_the_tasks_of_a_silent_node_run_on(answers: Answers) -> None:
     assert max(answers.beats("silent", "h12")) > answers.down["h12"]
     assert max(answers.beats("ended", "h14")) > answers.down["h14"]
     assert max(answers.beats("ended", "h13")) < max(answers.beats("ended", "h14")) - 3
+
+
+def test_guards_of_nodes_need_a_step_each(answers: Answers) -> None:
+    """A step that cannot begin on a dead node ends on all nodes, in spite of --no-kill."""
+    shrunk = answers.one("guards", "shrink")
+    for node in ("h16", "h17"):
+        begun = answers.beats("guards", node, "guard")
+        assert begun and max(begun) < shrunk.at - shrunk.seconds - 1
+        assert max(answers.beats("guards", node, "own")) > answers.one("guards", "last").at - 1
+    assert {line.text.split()[0] for line in answers.of("guards")["own"]} == {"h16", "h17"}
+
+
+def test_the_next_step_has_a_number_of_its_own(answers: Answers) -> None:
+    """The ports of the ranks follow from it, so the next start cannot meet the old one."""
+    assert answers.one("guards", "next").code == 0
+    steps = {line.text.split()[1] for line in answers.of("guards")["own"]}
+    assert len(steps) == 2 and "0" not in steps
+
+
+def test_ranks_survive_that_their_job_gives_up_a_spare_node(answers: Answers) -> None:
+    assert answers.one("spare", "shrink").code == 0
+    last = answers.one("spare", "last").at
+    assert answers.ended["spare"].state in ("RUNNING", "COMPLETING", "COMPLETED")
+    assert last > answers.down["h22"] and answers.ended["spare"].nodes == NODES["spare"][:2]
+    for node, what in (("h20", "train"), ("h21", "train"), ("h20", "own"), ("h21", "own")):
+        assert max(answers.beats("spare", node, what)) > last
