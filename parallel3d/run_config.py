@@ -58,7 +58,12 @@ from parallel3d.loop.checks import (
 from parallel3d.loop.keys import CONFLICTS as LOOP
 from parallel3d.loop.keys import DEFAULT_STEPS, LENGTHS, ProfileConfig, StepKeys, TrainConfig
 from parallel3d.metrics.keys import LoggerConfig
-from parallel3d.models.checks import check_layer_types, check_model, check_own_model
+from parallel3d.models.checks import (
+    check_kernels,
+    check_layer_types,
+    check_model,
+    check_own_model,
+)
 from parallel3d.models.keys import CONFLICTS as MODELS
 from parallel3d.models.keys import AttentionKeys, LayerKeys, ModelConfig
 from parallel3d.models.repeats import spelled
@@ -298,6 +303,7 @@ def check_config(
     )
     if not is_own:
         check_layer_types(model)
+        check_kernels(model, config.attention_kernel, config.delta_kernel)
     check_expert_parallel(model.num_experts, config.ep, tp * cp * dp)
     replica = Replicas(config.micro_batch_size, dp)
     check_no_count(schedule.num_microbatches, replica)

@@ -8,9 +8,10 @@ from parallel3d.models.keys import ModelConfig
 
 
 def check_experts(model: ModelConfig) -> None:
-    """Raises UserError if router settings or `model.dense_layers` do not fit the experts."""
+    """Raises UserError if settings of experts or routers fit no experts of the model."""
     count, chosen = model.num_experts, model.experts_per_token
     if count == 0:
+        _check_no_experts(model)
         return
     groups, kept = model.router_groups, model.router_top_groups
     if count % groups:
@@ -49,6 +50,19 @@ def check_experts(model: ModelConfig) -> None:
             "the nearest is model.shared_expert_gate=false."
         )
     _check_dense_layers(model)
+
+
+# Keys that give a mixture of experts further parameters. Sizes and scores are free without one.
+PARTS = ("expert_bias", "router_logit_bias", "router_bias", "shared_expert_gate")
+
+
+def _check_no_experts(model: ModelConfig) -> None:
+    for name in PARTS:
+        if getattr(model, name):
+            raise UserError(
+                f"model.{name}=true is a part of a mixture of experts, but model.num_experts=0; "
+                f"the nearest is model.{name}=false."
+            )
 
 
 def _check_dense_layers(model: ModelConfig) -> None:

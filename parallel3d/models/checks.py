@@ -170,6 +170,7 @@ def check_layer_types(model: ModelConfig) -> None:
             f"model.layer_types={show(fixed)}."
         )
     _check_delta(model, words)
+    _check_attention(model)
     base = model.sliding_rotary_base
     if base is not None and all(rope.is_scaled for rope in model.ropes):
         raise UserError(
@@ -177,6 +178,46 @@ def check_layer_types(model: ModelConfig) -> None:
             f"{shown} and model.position_embedding={model.position_embedding} none is rotated; "
             "the nearest is model.sliding_rotary_base=null."
         )
+
+
+# Keys of what attention has beside its heads, with their values where it has no such part.
+PARTS_OF_ATTENTION = {
+    "attention_gate": False,
+    "attention_sinks": False,
+    "attention_logit_cap": None,
+}
+
+
+def _check_attention(model: ModelConfig) -> None:
+    """Raises UserError if a part of attention has no layer with attention."""
+    if model.attention_kinds:
+        return
+    for name, without in PARTS_OF_ATTENTION.items():
+        if (value := getattr(model, name)) != without:
+            raise UserError(
+                f"model.{name}={show(value)} is a part of attention, but model.layer_types="
+                f"{show(list(model.layer_types))} has none among {model.num_layers} layers; the "
+                f"nearest is model.{name}={show(without)}."
+            )
+
+
+def check_kernels(model: ModelConfig, attention: str, delta: str) -> None:
+    """Raises UserError if a kernel is named that no layer of the model can use.
+
+    `attention` and `delta` are the keys `attention_kernel` and `delta_kernel`.
+    """
+    words = {model.layer_type(layer) for layer in range(model.num_layers)}
+    uses = (
+        ("attention_kernel", attention, "attention", bool(model.attention_kinds)),
+        ("delta_kernel", delta, GATED_DELTANET, GATED_DELTANET in words),
+    )
+    for name, kernel, mixer, is_used in uses:
+        if kernel != AUTO and not is_used:
+            raise UserError(
+                f"{name}={kernel} is a kernel of {mixer}, but model.layer_types="
+                f"{show(list(model.layer_types))} has none among {model.num_layers} layers; the "
+                f"nearest is {name}={AUTO}."
+            )
 
 
 def _check_delta(model: ModelConfig, words: list[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.fields import all_keys
+from parallel3d.config.fields import all_keys, show
 from parallel3d.config.values import INTERVAL
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
@@ -301,6 +301,16 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["context_parallel.states=heads", "cp=2", "rank, 1;", "context_parallel.states=chain"],
     ),
     (
+        {"delta_kernel": "torch"},
+        None,
+        ["delta_kernel=torch is a kernel of gated_deltanet", "nearest is delta_kernel=auto"],
+    ),
+    (
+        {"attention_kernel": "math", "model.layer_types": ["gated_deltanet"]},
+        None,
+        ["attention_kernel=math", "[gated_deltanet] has none", "nearest is attention_kernel=auto"],
+    ),
+    (
         {"delta_kernel": "fla", "device": "cpu", "precision.name": "bf16"},
         None,
         ["delta_kernel=fla", "device=cpu", "nearest is delta_kernel=torch"],
@@ -426,6 +436,26 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         EXPERTS | {"tp": 3, "model.shared_expert_size": 56},
         None,
         ["tp=3 must divide", "model.shared_expert_size=56", "nearest that fits this model is tp=2"],
+    ),
+    *(
+        ({f"model.{name}": True}, None, [f"model.{name}=true", "num_experts=0", f"{name}=false."])
+        for name in ("expert_bias", "router_logit_bias", "router_bias", "shared_expert_gate")
+    ),
+    *(
+        (
+            {f"model.{name}": value, "model.layer_types": ["gated_deltanet"]},
+            None,
+            [
+                f"model.{name}={show(value)}",
+                "[gated_deltanet] has none",
+                f"{name}={show(without)}.",
+            ],
+        )
+        for name, value, without in (
+            ("attention_sinks", True, False),
+            ("attention_gate", True, False),
+            ("attention_logit_cap", 50.0, None),
+        )
     ),
     (  # a layer without experts has an MLP
         EXPERTS | {"tp": 3, "model.ffn_hidden_size": 56, "model.dense_layers": [0]},
