@@ -6,6 +6,10 @@ import sys
 
 
 def main() -> int:
+    if sys.argv[1:3] == ["slurm", "guard"]:  # a process of every host: without all the others need
+        from parallel3d.slurm.guard import main as guard
+
+        return guard(sys.argv[3:])
     try:
         gc.disable()  # imports create no garbage, and collections would take a tenth of their time
         from parallel3d.cli.command_line import main as command

@@ -92,7 +92,8 @@ class Evaluation(StepHook):
         run = self.run
         if evaluates(run.trainer):
             run.user_hooks.before_evaluation(step)
-        with run.watchdog_paused(when=not is_watched), run.spent("evaluation"):
+        paused = run.watchdog_paused(when=not is_watched)
+        with run.steps_paused(), paused, run.spent("evaluation"):
             found = evaluate(run.trainer, run.worker)
         self._compiles = False
         if step:

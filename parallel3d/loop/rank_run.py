@@ -53,6 +53,16 @@ class RankRun:
         if when:
             watchdog.resume()
 
+    @contextmanager
+    def steps_paused(self) -> Iterator[None]:
+        """Tells this host's guard, if there is one, that no step ends during a `with` block."""
+        progress = self.worker.progress
+        if progress is not None:
+            progress.pause()
+        yield
+        if progress is not None:
+            progress.resume()
+
     def evaluates_after(self, step: int) -> bool:
         """Returns whether an evaluation follows a step.
 

@@ -18,6 +18,7 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
+from parallel3d.faults.progress import PROGRESS, Progress
 from parallel3d.host.devices import device_of_rank, gpu_environment
 from parallel3d.host.memory import bind_near, keep_freed_memory, nothing_collected
 from parallel3d.host.processes import die_with_parent, drop_failed_output
@@ -142,6 +143,7 @@ def run_joined(
     begin_on(kind)
     place = place.with_port(config.launch.master_port)
     worker = Worker.at(place, Path(), place.launcher)
+    worker.progress = _progress(place.rank, os.environ)
     worker.phase = f"connecting to rank 0 at {place.master_addr}:{place.master_port}"
     if has_steps(app, config.train):
         worker.stop.install()
@@ -156,7 +158,21 @@ def run_joined(
         report_hang(worker, error)
         failed = failure.from_exception(config, worker, error)
         report_failure(failed, worker, error, store)
+        if worker.progress is not None and failed.kind in ("user", "decided"):
+            worker.progress.done()  # what it has said is the end of all ranks, not a loss of one
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
+
+
+def _progress(rank: int, environ: Mapping[str, str]) -> Progress | None:
+    """Returns this rank's file of progress; None if no guard asks for it, or if it cannot be made.
+
+    `rank` is the launcher's number, which names the process; its place in the layout may differ.
+    """
+    try:
+        return Progress.opened(rank, environ)
+    except OSError as error:
+        print_line(f"{PROGRESS}={environ[PROGRESS]} cannot be used ({error.strerror or error})")
+        return None
 
 
 def _give_up(worker: Worker) -> None:
@@ -242,6 +258,8 @@ def _work(app: str, config: Config, worker: Worker, work: Work | None) -> int:
     sys.stdout.flush()
     # A rank that leaves while others still work would look to them like a failed rank.
     dist.barrier()
+    if worker.progress is not None:
+        worker.progress.done()
     dist.destroy_process_group()
     return code
 

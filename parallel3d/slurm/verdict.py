@@ -1,0 +1,199 @@
+"""Judges from the guards' last beats which nodes are dead and which ranks are gone.
+
+A node is dead only if two things hold: no beat came from it for long, and no step ended anywhere
+for long. Silence alone may be a lost link of the service network, over which no gradient travels;
+steps that stand still alone are the watchdog's business. A rank is gone if its process is away
+although it has not said that it would leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from parallel3d.faults.progress import STATES, State
+
+GONE_LETTERS = ("", "Z", "X")  # as in `host.processes.state_letter`
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Holds how long guards and collector wait, in seconds.
+
+    Attributes:
+        look: time between looks at the ranks of a host.
+        silent, paused: silence after which a node may be dead; `paused` counts while a rank is
+            paused or has no pace yet (it compiles, evaluates, loads).
+        step_least, step_more: besides, no step must have ended for the larger one of `step_least`
+            and `step_factor` times the median step plus `step_more`.
+        lonely: a guard without ranks and without a collector leaves after this.
+        reconnect: silence of a collector after which its guard connects anew.
+        connect: limit of an attempt to connect, and of a connection's first message.
+        records: patience for ranks that a guard ends by its own decision.
+        self_test: limit of a self-test.
+    """
+
+    look: float = 0.5
+    silent: float = 30.0
+    paused: float = 120.0
+    step_least: float = 30.0
+    step_factor: float = 1.5
+    step_more: float = 10.0
+    lonely: float = 10.0
+    reconnect: float = 15.0
+    connect: float = 5.0
+    records: float = 2.0
+    self_test: float = 120.0
+
+    def faster(self, times: float) -> Limits:
+        """Returns limits of which all seconds are `times` shorter, for tests and trials."""
+        seconds = {f.name: getattr(self, f.name) / times for f in fields(self)}
+        return Limits(**seconds | {"step_factor": self.step_factor})
+
+    def without_step(self, median: float) -> float:
+        """Returns how long no step may end at this pace."""
+        return max(self.step_least, self.step_factor * median + self.step_more)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Holds what a guard says of a rank of its host.
+
+    Attributes:
+        letter: the state of its process as in ps; "" if it is away.
+        age: seconds since its last step ended or its last pause; `median` as in `progress.Seen`.
+    """
+
+    rank: int
+    letter: str
+    state: State
+    steps: int
+    age: float
+    median: float
+
+    @property
+    def is_away(self) -> bool:
+        return self.letter in GONE_LETTERS
+
+    @property
+    def is_gone(self) -> bool:
+        """Returns whether the process is away although the rank was not done."""
+        return self.is_away and self.state != "done"
+
+    @property
+    def may_be_slow(self) -> bool:
+        """Returns whether no step is to be expected soon."""
+        return self.state == "paused" or (self.state != "done" and self.median == 0)
+
+    def packed(self) -> list[Any]:
+        times = round(self.age, 3), round(self.median, 6)
+        return [self.rank, self.letter, STATES.index(self.state), self.steps, *times]
+
+    @classmethod
+    def unpacked(cls, values: list[Any]) -> RankReport:
+        """Reads `packed`. Raises ValueError, TypeError or IndexError."""
+        rank, letter, state, steps, age, median = values
+        times = max(0.0, float(age)), max(0.0, float(median))
+        return cls(int(rank), str(letter)[:1], STATES[state], int(steps), *times)
+
+
+@dataclass(frozen=True)
+class LastBeat:
+    """Holds what matters of a node's last beat, by the collector's clock.
+
+    Attributes:
+        heard: when it came.
+        stepped: when a rank of the node last ended a step, or a pause; None if it has no ranks yet.
+        median: the longest median step of its ranks.
+        may_be_slow: whether a rank is paused or has no pace yet, or the node has no ranks yet.
+        is_done: whether its ranks have all left as they should, or are about to.
+        gone: its ranks that are gone.
+    """
+
+    heard: float
+    stepped: float | None = None
+    median: float = 0.0
+    may_be_slow: bool = True
+    is_done: bool = False
+    gone: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, heard: float, ranks: Collection[RankReport]) -> LastBeat:
+        if not ranks:
+            return cls(heard)
+        return cls(
+            heard,
+            stepped=heard - min(rank.age for rank in ranks),
+            median=max(rank.median for rank in ranks),
+            may_be_slow=any(rank.may_be_slow for rank in ranks),
+            is_done=all(rank.state == "done" for rank in ranks),
+            gone=tuple(rank.rank for rank in ranks if rank.is_gone),
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Says why a start must end: dead nodes, or ranks that are gone, as (node, rank).
+
+    Attributes:
+        failed_at: when it happened, by the clock of the beats: the last step's end for a dead node.
+    """
+
+    dead: tuple[str, ...] = ()
+    gone: tuple[tuple[str, int], ...] = ()
+    failed_at: float = 0.0
+    silent_s: float = 0.0
+    still_s: float = 0.0
+
+    def sentence(self) -> str:
+        if self.dead:
+            which = "node" if len(self.dead) == 1 else "nodes"
+            return (
+                f"{which} {', '.join(self.dead)}: no word for {self.silent_s:.0f} s, and no step "
+                f"ended anywhere for {self.still_s:.0f} s"
+            )
+        which = ", ".join(f"rank {rank} on {node}" for node, rank in self.gone)
+        return f"{which}: the process is gone"
+
+
+def verdict(
+    now: float,
+    beats: Mapping[str, LastBeat],
+    used: Collection[str],
+    since: float,
+    limits: Limits,
+) -> Verdict | None:
+    """Returns why the start must end at `now`, or None if it need not.
+
+    Args:
+        beats: the last beat of each node that has sent one.
+        used: the nodes on which ranks run, since `since`.
+    """
+    last = {node: beats.get(node) or LastBeat(since) for node in used}
+    gone = tuple((node, rank) for node in used for rank in last[node].gone)
+    if gone:
+        return Verdict(gone=gone, failed_at=now)
+    stepped = max([since, *(beat.stepped for beat in last.values() if beat.stepped is not None)])
+    slow = any(beat.may_be_slow for beat in last.values())
+    median = max((beat.median for beat in last.values()), default=0.0)
+    silent = limits.paused if slow else limits.silent
+    if now - stepped < limits.without_step(median):
+        return None
+    dead = tuple(
+        node
+        for node, beat in last.items()
+        if not beat.is_done and now - max(beat.heard, since) >= silent
+    )
+    if not dead:
+        return None
+    heard = max(last[node].heard for node in dead)
+    return Verdict(dead, failed_at=stepped, silent_s=now - heard, still_s=now - stepped)
+
+
+def silent_nodes(
+    now: float, beats: Mapping[str, LastBeat], nodes: Collection[str], limits: Limits
+) -> frozenset[str]:
+    """Returns the nodes without ranks that were heard once and have been silent for too long."""
+    heard = {node: beats[node].heard for node in nodes if node in beats}
+    return frozenset(node for node, at in heard.items() if now - at >= limits.silent)
