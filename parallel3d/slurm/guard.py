@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -73,19 +72,22 @@ def environment(pid: int) -> dict[bytes, bytes]:
     return dict(word.split(b"=", 1) for word in words if b"=" in word)
 
 
-def of_start(job: str, start: int, ranks: Sequence[Process]) -> list[Process]:
+def of_start(job: str, start: int, node: str, ranks: Sequence[Process]) -> list[Process]:
     """Returns the processes of a start on this host: its ranks, and whatever they have started.
 
     They are found by the environment of Slurm's tasks, which the batch script and srun itself do
     not have, by the ranks' own files, and by descent. This process, its ancestors and its own
-    children are never among them.
+    children are never among them. Several nodes of a test's cluster may be one host; `node` tells
+    their processes apart.
     """
     tree = parents()
     marks = {b"SLURM_JOB_ID": job.encode(), START.encode(): str(start).encode()}
 
     def is_marked(pid: int) -> bool:
         theirs = environment(pid)
-        return b"SLURM_STEP_ID" in theirs and marks.items() <= theirs.items()
+        if b"SLURM_STEP_ID" not in theirs or not marks.items() <= theirs.items():
+            return False
+        return theirs.get(b"SLURMD_NODENAME", node.encode()) == node.encode()
 
     me, spared = os.getpid(), set()
     above = me
@@ -390,7 +392,10 @@ class Guard:
                 self._step(link, test)
             test.stop()
             link.drop()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.folder):
+                os.unlink(os.path.join(self.folder, name))
+            os.rmdir(self.folder)
         return int(self._is_alone)
 
     def _forget_dead_files(self) -> None:
@@ -488,7 +493,7 @@ class Guard:
     def _sweep(self) -> None:
         """Kills every process of the start on this host, and notes which ones were there."""
         ranks = [(seen.pid, seen.born) for seen in self._ranks.values()]
-        found = of_start(self.job, self.start, ranks)
+        found = of_start(self.job, self.start, self.node, ranks)
         for process in found:
             kill(*process)
         self._left = [pid for pid, _ in found]
