@@ -8,11 +8,18 @@ repeated and explained.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from parallel3d.run.failure import RankFailure
+from parallel3d.errors import USER_ERROR
+from parallel3d.files import plain
+from parallel3d.metrics.recovery_log import Cause, RecoveryLine
+from parallel3d.run.failure import NO_RANK, RankFailure
+from parallel3d.slurm.evidence import Finding, evidence_of, will_recur
+from parallel3d.text import count
 
 Action = Literal["run", "requeue", "stop", "done"]
 How = Literal["first", "same", "replace", "smaller"]
@@ -113,8 +120,8 @@ class Inputs:
         places: topology address of each node, such as "core.rack2.node7"; "" or missing if
             unknown.
         ended: the end of the last start; None before the first start of an allocation.
-        previous: the root cause of the start before the last one in this job (`previous_cause`);
-            None without one.
+        previous: the root cause of the start before the last one (`previous_cause`); None without
+            one.
         answers: the answers of the nodes' self-tests; a node that is missing did not answer. None
             if nobody asked, as in a job of one node.
         states: Slurm's word for the state of each node, such as "MIXED+DRAIN".
@@ -226,3 +233,429 @@ def _lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _lists(item) for key, item in value.items()}
     return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# The decision
+
+STRIKES = 2  # this many exclude a node if there is a spare
+DAY_S = 86_400.0
+# Words in the state of a node that Slurm no longer uses, as in "DOWN*" or "MIXED+DRAIN".
+LOST_STATE = re.compile(r"DOWN|DRAIN|DRNG|FAIL")
+ASKING_CODES = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+SHOWN = 3  # nodes that a sentence names
+
+
+def decide(inputs: Inputs) -> Decision:
+    """Returns how the job goes on."""
+    ended = inputs.ended
+    if ended is not None:
+        if ended.saved_and_asked:
+            return _requeue(inputs, {}, "a signal stopped the run and it has saved", 0)
+        if ended.code == 0:
+            return _end(inputs, "done", 0, "the run has ended")
+        if ended.code == USER_ERROR and ended.first:
+            return _end(inputs, "stop", USER_ERROR, f"{_cause(ended)}: the input cannot work")
+        if ended.asked is not None or ended.code in ASKING_CODES:
+            came = f"{ended.asked or 'a signal'} came and the ranks ended with code {ended.code}"
+            return _requeue(inputs, {}, came, ended.code)
+        if ended.cause is not None and ended.cause.kind == "decided":
+            return _end(inputs, "stop", ended.code, _cause(ended))
+    return _with_nodes(inputs, _Standing.of(inputs))
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """The nodes after the evidence of this decision.
+
+    Attributes:
+        history: entries that have not expired, with the new ones.
+        new: the new entries.
+        lost: nodes that cannot be used now, and why; nodes that Slurm took away are among them.
+        out: nodes that this decision excludes, in order, and which were in order before.
+        sound: number of nodes that were in order before.
+        recurs: whether the run would fail again in the same way.
+    """
+
+    history: History
+    new: History
+    lost: Mapping[str, str]
+    out: tuple[str, ...]
+    sound: int
+    recurs: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Self:
+        old = unexpired(inputs.history, inputs.now, inputs.limits.exclude_days)
+        members = [*inputs.nodes, *(node for node in inputs.used if node not in inputs.nodes)]
+        lost = {node: why for node in members if (why := _loss(inputs, node))}
+        new = {
+            node: (Evidence(why, inputs.now, inputs.start, decisive=True),)
+            for node, why in lost.items()
+            if not any(entry.decisive and entry.evidence == why for entry in old.get(node, ()))
+        }
+        for node, why in _strikes(inputs, lost).items():
+            new[node] = (Evidence(why, inputs.now, inputs.start, decisive=False),)
+        history = merged(old, new)
+        sound = [node for node in members if not is_out(old.get(node, ()))]
+        out = tuple(node for node in sound if node in new and is_out(history[node]))
+        cause = inputs.ended.cause if inputs.ended is not None else None
+        recurs = cause is not None and will_recur(cause, inputs.previous)
+        return cls(history, new, lost, out, len(sound), recurs)
+
+    def is_excluded(self, node: str) -> bool:
+        """Returns whether decisive evidence excludes a node."""
+        return any(entry.decisive for entry in self.history.get(node, ()))
+
+    def excluded(self) -> tuple[str, ...]:
+        """Returns all nodes that decisive evidence or strikes exclude, in order of their names."""
+        return tuple(sorted(node for node, found in self.history.items() if is_out(found)))
+
+
+def unexpired(history: History, now: float, days: float) -> dict[str, tuple[Evidence, ...]]:
+    """Returns the entries of the last `days`; a clock that was set back lets entries expire too."""
+    kept = {
+        node: tuple(entry for entry in entries if abs(now - entry.time) < days * DAY_S)
+        for node, entries in history.items()
+    }
+    return {node: entries for node, entries in kept.items() if entries}
+
+
+def merged(history: History, new: History) -> dict[str, tuple[Evidence, ...]]:
+    """Returns a history with new entries."""
+    names = [*history, *(node for node in new if node not in history)]
+    return {node: (*history.get(node, ()), *new.get(node, ())) for node in names}
+
+
+def is_out(entries: Iterable[Evidence]) -> bool:
+    """Returns whether the entries of a node exclude it."""
+    found = list(entries)
+    return any(entry.decisive for entry in found) or len(found) >= STRIKES
+
+
+def _loss(inputs: Inputs, node: str) -> str:
+    """Returns why a node cannot be used now, as the end of a sentence, or "" if it can."""
+    if node not in inputs.nodes:
+        return "was taken out of the job by Slurm"
+    state = inputs.states.get(node, "").upper()
+    if LOST_STATE.search(state):
+        return f"is {plain(state)} in Slurm"
+    if inputs.answers is None:
+        return ""
+    answer = inputs.answers.get(node)
+    if answer is None:
+        return "does not answer"
+    return "" if answer.ok else f"failed its self-test ({plain(answer.why)})"
+
+
+def _strikes(inputs: Inputs, lost: Mapping[str, str]) -> dict[str, str]:
+    """Returns the nodes that the root cause speaks against, and its words."""
+    ended = inputs.ended
+    if ended is None:
+        return {}
+    cause, struck = ended.cause, {}
+    if cause is not None:
+        previous = inputs.previous
+        if inputs.starts_in_row == 0 and previous is not None and not previous.phase:
+            previous = None  # a checkpoint was made since, so it was not the same step
+        found = evidence_of(cause, inputs.used, previous)
+        # Peers of a node that has died may fail in NCCL before the node is called dead.
+        explained = found.is_collective and any(node in lost for node in inputs.used)
+        if found.weight == "strike" and found.node is not None and not explained:
+            struck[found.node] = _observed(cause, found)
+    if cause is None or cause.kind == "node" or cause.is_echo:
+        struck |= {node: "was called dead" for node in ended.dead if node not in struck}
+    return {node: struck[node] for node in inputs.nodes if node in struck and node not in lost}
+
+
+def _observed(cause: RankFailure, found: Finding) -> str:
+    """Returns a failure as the end of a sentence about its node."""
+    if cause.kind == "node":
+        return plain(cause.error)
+    if cause.kind == "killed":
+        return f"had rank {cause.rank}, which {plain(cause.error)}"
+    return plain(f"had {found.what} ({cause.error})")
+
+
+def _with_nodes(inputs: Inputs, standing: _Standing) -> Decision:
+    """Decides by what is left of the nodes."""
+    ended, limits = inputs.ended, inputs.limits
+    code = ended.code if ended is not None and ended.code else 1
+    seen = _seen(inputs, standing)
+    run = _run(inputs, standing, seen)
+    # A node with strikes is only left out if another takes its place.
+    stays = run.nodes if run is not None else inputs.nodes
+    out = [node for node in standing.out if node in standing.lost or node not in stays]
+    if len(out) * 2 > standing.sound:
+        number = f"{len(out)} of {count(standing.sound, 'node')}"
+        said = _join(*seen, f"{number} would be left out at once: it is not the nodes")
+        return _end(inputs, "stop", code, said)
+    if standing.recurs:
+        again = "the same error at the same step as in the start before, so it would come again"
+        user = ended is not None and ended.cause is not None and ended.cause.kind == "user"
+        return _end(inputs, "stop", USER_ERROR if user else code, _join(*seen, again), standing)
+    replaced = inputs.replaced_in_row if run is None else run.replaced_in_row
+    in_row = inputs.starts_in_row - min(replaced, limits.spares)
+    if in_row > limits.max_restarts:
+        told = f"{count(inputs.starts_in_row, 'start')} in a row came to no new checkpoint"
+        return _end(inputs, "stop", code, _join(*seen, f"{told}; not started again"), standing)
+    if run is not None:
+        return run
+    return _too_few(inputs, standing, seen, code)
+
+
+def _too_few(inputs: Inputs, standing: _Standing, seen: list[str], code: int) -> Decision:
+    """Decides if no layout fits the nodes that are left."""
+    left = [node for node in inputs.nodes if node not in standing.lost]
+    left = [node for node in left if not standing.is_excluded(node)]
+    few = f"{len(left)} of the {count(inputs.needed, 'node')} that the layout needs can be used"
+    # Slurm has given the same nodes again, and no start came between.
+    if inputs.ended is None and not _new_to_slurm(inputs, standing):
+        said = f"{few}, although the job was queued again without the others"
+        return _end(inputs, "stop", code, _join(*seen, said), standing)
+    return _requeue(inputs, standing.new, _join(*seen, few), code, standing.excluded())
+
+
+def _new_to_slurm(inputs: Inputs, standing: _Standing) -> bool:
+    """Returns whether a requeue can ask for something that no requeue has asked for yet."""
+    return bool(set(standing.excluded()) - set(inputs.requeued_for))
+
+
+def _run(inputs: Inputs, standing: _Standing, seen: list[str]) -> Decision | None:
+    """Returns the next start, or None if no layout fits the nodes that are left."""
+    usable = [node for node in inputs.nodes if node not in standing.lost]
+    barred = [node for node in usable if standing.is_excluded(node)]
+    others = [node for node in usable if node not in barred]
+    pool = [node for node in others if not is_out(standing.history.get(node, ()))]
+    # Strikes leave a node out only if there are others.
+    struck = sorted(
+        (node for node in others if node not in pool),
+        key=lambda node: (len(standing.history[node]), node not in inputs.used),
+    )
+    pool += struck[: max(0, inputs.needed - len(pool))]
+    layouts = (Smaller(inputs.needed, ()), *inputs.limits.smaller)
+    fits = next((each for each in layouts if each.nodes <= len(pool)), None)
+    spoken: list[str] = []
+    if fits is None:
+        if _new_to_slurm(inputs, standing):
+            return None
+        # A requeue has asked for other nodes in vain.
+        fits = next((each for each in layouts if each.nodes <= len(pool) + len(barred)), None)
+        if fits is None:
+            return None
+        extra = barred[: fits.nodes - len(pool)]
+        pool += extra
+        spoken.append(f"{_names(extra)} is used although it was left out, as there is no other")
+    chosen = _chosen(inputs, pool, fits.nodes)
+    if again := [node for node in struck if node in chosen]:
+        spoken.append(f"no spare is left for {_names(again)}")
+    how = _how(inputs, chosen, fits)
+    hardware = any(node in standing.out for node in inputs.used)
+    counts = how == "replace" and hardware and inputs.replaced_in_row < inputs.limits.spares
+    silent = [node for node in inputs.nodes if _must_go(inputs, node)]
+    return Decision(
+        "run",
+        _join(*seen, *spoken, _next_start(inputs, chosen, fits, how)),
+        starts_in_row=inputs.starts_in_row + 1,
+        replaced_in_row=inputs.replaced_in_row + counts,
+        how=how,
+        nodes=chosen,
+        words=fits.words,
+        release=tuple(silent) if inputs.limits.may_release else (),
+        history=standing.new,
+    )
+
+
+def _must_go(inputs: Inputs, node: str) -> bool:
+    """Returns whether the job must give up a node before Slurm misses it and ends the job."""
+    if node == inputs.batch_host:
+        return False
+    is_silent = inputs.answers is not None and node not in inputs.answers
+    return is_silent or "DOWN" in inputs.states.get(node, "").upper()
+
+
+def _how(inputs: Inputs, chosen: tuple[str, ...], layout: Smaller) -> How:
+    if set(chosen) == set(inputs.used) and inputs.ended is not None:
+        return "same"
+    if layout.nodes < inputs.needed:
+        return "smaller"
+    return "first" if inputs.ended is None else "replace"
+
+
+def _chosen(inputs: Inputs, pool: list[str], number: int) -> tuple[str, ...]:
+    """Returns `number` nodes of the pool in Slurm's order, as many of the last start as possible.
+
+    A node that is left out is replaced by the nearest one.
+    """
+    kept = [node for node in inputs.used if node in pool][:number]
+    spares = [node for node in pool if node not in kept]
+    for lost in (node for node in inputs.used if node not in kept):
+        if len(kept) < number and spares:
+            # The first of the nearest: `max` keeps the order.
+            kept.append(max(spares, key=lambda spare: _nearness(inputs.places, lost, spare)))
+            spares.remove(kept[-1])
+    kept += spares[: number - len(kept)]
+    return tuple(node for node in inputs.nodes if node in kept)
+
+
+def _nearness(places: Mapping[str, str], node: str, other: str) -> int:
+    """Returns how many switches above two nodes are the same, from the top of the network."""
+    pairs = zip(places.get(node, "").split("."), places.get(other, "").split("."), strict=False)
+    number = 0
+    for mine, theirs in pairs:
+        if mine != theirs or not mine:
+            break
+        number += 1
+    return number
+
+
+# Decisions without a start
+
+
+def _end(
+    inputs: Inputs,
+    action: Action,
+    code: int,
+    sentence: str,
+    standing: _Standing | None = None,
+) -> Decision:
+    history = standing.new if standing is not None else {}
+    in_row, replaced = inputs.starts_in_row, inputs.replaced_in_row
+    return Decision(action, sentence, in_row, replaced, code=code, history=history)
+
+
+def _requeue(
+    inputs: Inputs,
+    history: History,
+    reason: str,
+    code: int,
+    exclude: tuple[str, ...] | None = None,
+) -> Decision:
+    if exclude is None:
+        old = unexpired(inputs.history, inputs.now, inputs.limits.exclude_days)
+        exclude = tuple(sorted(node for node, entries in old.items() if is_out(entries)))
+    without = f" without {_names(exclude)}" if exclude else ""
+    return Decision(
+        "requeue",
+        f"{reason}; the job is queued again{without}",
+        inputs.starts_in_row,
+        inputs.replaced_in_row,
+        code=code,
+        exclude=exclude,
+        history=history,
+    )
+
+
+# Sentences
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part.rstrip(".") for part in parts if part)
+
+
+def _names(nodes: Iterable[str]) -> str:
+    """Names nodes, as in "node1, node2 and node3"; shortens a long list."""
+    names = list(nodes)
+    if len(names) > SHOWN:
+        names = [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _cause(ended: Ended) -> str:
+    if ended.cause is None:
+        return f"the ranks ended with code {ended.code}"
+    return plain(ended.cause.sentence()).rstrip(".")
+
+
+def _seen(inputs: Inputs, standing: _Standing) -> list[str]:
+    """Returns what has happened: the root cause, then the evidence against each node."""
+    said = [] if inputs.ended is None else [_cause(inputs.ended)]
+    by_evidence: dict[str, list[str]] = {}
+    for node, entries in standing.new.items():
+        for entry in entries:
+            if entry.decisive:
+                by_evidence.setdefault(entry.evidence, []).append(node)
+            else:
+                strikes = sum(not found.decisive for found in standing.history[node])
+                said.append(f"this is strike {strikes} against {node}")
+    said += [
+        f"{_names(nodes)}: {why}" if len(nodes) > 1 else f"{nodes[0]} {why}"
+        for why, nodes in by_evidence.items()
+    ]
+    return said
+
+
+def _next_start(inputs: Inputs, chosen: tuple[str, ...], layout: Smaller, how: How) -> str:
+    number = count(len(chosen), "node")
+    if how == "same":
+        return "starting again" if len(chosen) == 1 else f"starting again on the same {number}"
+    if how == "smaller":
+        return f"starting on {number} with {' '.join(layout.words)}"
+    if how == "first":
+        return f"starting on {number}"
+    came = [node for node in chosen if node not in inputs.used]
+    went = [node for node in inputs.used if node not in chosen]
+    verb = "takes the place" if len(came) == 1 else "take the places"
+    return f"{_names(came)} {verb} of {_names(went)}" if went else f"starting on {number}"
+
+
+# Lines of `recovery.jsonl`
+
+
+def line_of(
+    inputs: Inputs,
+    decision: Decision,
+    *,
+    failed_at: float | None = None,
+    seconds: Mapping[str, float] | None = None,
+) -> RecoveryLine:
+    """Returns the line of a decision, with its inputs."""
+    failed = inputs.ended.cause if inputs.ended is not None else None
+    cause = None
+    if failed is not None:
+        rank = None if failed.rank == NO_RANK else failed.rank
+        cause = Cause(failed.kind, failed.host, rank, failed.error)
+    return RecoveryLine(
+        at=inputs.now,
+        start=inputs.start,
+        decision=decision.name,
+        sentence=decision.sentence,
+        cause=cause,
+        nodes=decision.nodes,
+        failed_at=failed_at,
+        seconds=seconds or {},
+        inputs=inputs.to_json(),
+    )
+
+
+def previous_cause(lines: Iterable[RecoveryLine]) -> RankFailure | None:
+    """Returns the root cause before the start that has just ended, for `Inputs.previous`.
+
+    `lines` are those of a run so far, the last one that of the start that has ended.
+    """
+    last = None
+    for line in lines:
+        if line.inputs is not None:
+            last = line.inputs.get("ended") or last  # a new allocation begins without an end
+    try:
+        return RankFailure(**last["cause"]) if last is not None and last["cause"] else None
+    except (KeyError, TypeError):
+        return None
+
+
+def replayed(lines: Iterable[RecoveryLine]) -> list[str]:
+    """Returns a sentence for each decision under Slurm: what it was, and what it would be now."""
+    said = []
+    for line in lines:
+        if line.inputs is None:
+            continue
+        start = f"start {line.start}"
+        try:
+            now = decide(Inputs.from_json(line.inputs))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            said.append(f"{start}: its inputs cannot be read ({type(error).__name__}: {error})")
+            continue
+        then = f"{start}: {line.decision}: {line.sentence}"
+        if (now.name, now.nodes) != (line.decision, line.nodes):
+            then = f"{then}. Now it would be {now.name}: {now.sentence}"
+        said.append(then)
+    return said
