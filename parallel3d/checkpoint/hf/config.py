@@ -82,12 +82,27 @@ TYPE = "model_type"
 NARROW = "tensors of 16 bits"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Keys that describe the file, other heads, or what a call returns, and not the model.
+# Keys of generation, which configuration classes before transformers 5 wrote.
+GENERATION = (
+    *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams"),
+    *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"),
+    *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+    *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "suppress_tokens"),
+    *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id"),
+    *("remove_invalid_values", "exponential_decay_length_penalty", "begin_suppress_tokens"),
+    *("cache_implementation", "task_specific_params", "prefix", "decoder_start_token_id"),
+)
+# Keys that describe the file, other heads, generation, or what a call returns, and not the model.
 ABOUT = frozenset(
     (
+        *GENERATION,
         *("architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"),
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
         *("num_labels", "id2label", "label2id", "problem_type", "_commit_hash"),
+        *("tokenizer_class", "sep_token_id", "finetuning_task", "torchscript", "use_bfloat16"),
+        "tf_legacy_loss",
+        # In how many parts products were computed: Llama before transformers 4.48 added them up.
+        "pretraining_tp",
     )
 )
 ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
@@ -95,6 +110,7 @@ ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "chunk_size_feed_forward": (0,),
@@ -425,6 +441,9 @@ def _from_gpt2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
     activation = keys.require("activation_function", activations, "gelu_new")
     keys.require("scale_attn_weights", (True,), True)
     keys.require("scale_attn_by_inverse_layer_idx", (False,), False)
+    # Keys of transformers 2, which OpenAI's folders have.
+    keys.expect("n_ctx", (sizes["seq_length"],))
+    keys.expect("n_special", (0,))
     usual = 4 * sizes["hidden_size"]
     return {
         "ffn_hidden_size": keys.get("n_inner", usual, int, null=usual),

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel3d.checkpoint.hf.families import DeltaNames, Family
 from parallel3d.checkpoint.hf.layers import (
+    LAST,
     SWITCH,
     THEIR_FULL,
     TYPES,
@@ -45,6 +46,7 @@ def read_delta(keys: Keys, family: Family, sizes: dict[str, Any]) -> dict[str, A
     assert names is not None
     keys.require(SWITCH, (False,), False)
     keys.require(WINDOW, (None,), None)
+    keys.take(LAST, None)
     words = _read_words(keys, names, layers)
     found: dict[str, Any] = {TYPES: pattern_of(words)}
     taps = keys.get(TAPS, 4, int)

@@ -487,6 +487,7 @@ FAMILIES: dict[str, Family] = {
         "Llama",
         "LlamaForCausalLM",
         _sizes(4096, 32, 32, None, 11008, 2048, 32000),
+        ignored="is_llama_config",  # a key of SmolLM's own converter
         null_head_dim=True,
         whole_heads=True,
         activations=("swiglu", "geglu"),
@@ -525,7 +526,7 @@ FAMILIES: dict[str, Family] = {
         },
         dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"),
         ignored="reorder_and_upcast_attn summary_activation summary_proj_to_labels summary_type "
-        "summary_use_proj",
+        "summary_use_proj output_past predict_special_tokens",
     ),
     QWEN3_MOE: Family(
         "Qwen3-MoE",

@@ -61,6 +61,7 @@ def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict
     if windows is None:
         keys.require(SWITCH, (False,), False)
         keys.require(WINDOW, (None,), None)
+        keys.take(LAST, None)  # without windows, no version of transformers reads it
         slides = types or [False] * layers
         if any(slides):
             raise keys.error(TYPES, THEIR_SLIDING, f"it must be {THEIR_FULL}")
@@ -137,6 +138,8 @@ def _usual(
         if windows.rule == "late":
             return [layer >= last for layer in every]
         return [layer < last and layer % 2 == 0 for layer in every]
+    if size is None:
+        keys.take(LAST, None)
     if windows.rule == "period":
         period = windows.period
         if windows.nope and size is None:

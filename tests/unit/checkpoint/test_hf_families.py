@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests
 import transformers
 
 from parallel3d.checkpoint.hf.config import from_hf
+from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.commands.checkpoint import proof
 from parallel3d.commands.checkpoint.command import checkpoint
 from tests.huggingface import (
@@ -47,6 +48,20 @@ SIZES: dict[str, Any] = {
 SIZES["pad_token_id"] = None
 # The experts of transformers multiply in fp32 at most.
 IN_FP64 = [name for name in DIALECTS if "dots1" not in name]
+
+
+# Sizes that a configuration class leaves open, or whose defaults no model can have.
+OPEN: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "glm4_moe": {"head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_key_that_a_configuration_class_writes_is_read(kind: str) -> None:
+    """Without transformers nobody can tell whether another key changes the model."""
+    theirs = transformers.AutoConfig.for_model(kind, **OPEN.get(kind, {}))
+    assert from_hf(json.loads(theirs.to_json_string(use_diff=False))).unread == {}
 
 
 def some_tokens() -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from parallel3d.checkpoint.hf import their_code
-from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
+from parallel3d.checkpoint.hf.config import GENERATION, from_hf, hf_kind, to_hf
+from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.checkpoint.hf.names import hf_tensors
 from parallel3d.checkpoint.hf.their_code import check_unread
 from parallel3d.errors import UserError
@@ -227,6 +228,12 @@ def test_a_key_that_transformers_reads_needs_a_proof(
         check_unread("from=hf", found.kind, found.unread, "nothing is compared", "compare them")
     assert f"from=hf: config.json has {key}={str(value).lower()}, which" in str(refused.value)
     assert str(refused.value).endswith("nothing is compared; compare them")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_no_model_of_transformers_computes_with_keys_of_generation(kind: str) -> None:
+    check_unread("from=hf", kind, dict.fromkeys(GENERATION), "nothing is compared", "compare them")
 
 
 def test_without_transformers_every_key_needs_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:

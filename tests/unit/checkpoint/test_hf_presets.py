@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import yaml
@@ -708,12 +709,124 @@ def test_presets_follow_the_published_config(name: str) -> None:
     assert replace(ours, **same) == replace(theirs, **same)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("qwen3_5")])
-def test_every_key_of_a_folder_of_qwen3_5_is_read(name: str) -> None:
-    """A run starts from the folder without transformers, which would decide about other keys."""
-    assert from_hf(PUBLISHED[name]).unread == {}
-    other = from_hf(PUBLISHED[name] | {"mlp_only_layers": [1]})
-    assert other.unread == {"mlp_only_layers": [1]}
+# Keys of published folders that no preset needs.
+WRITTEN_BY_4 = {
+    **{"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2},
+    **{"torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True},
+}
+BESIDE = {
+    name: PUBLISHED[name] | more
+    for name, more in {
+        "llama3_1_8b": {"pretraining_tp": 1},
+        "qwen3_8b": {"max_window_layers": 36, "use_sliding_window": False, "sliding_window": None},
+        "olmoe_1b_7b": {"pad_token_id": 1, "router_aux_loss_coef": 0.01},
+        "glm_4_5_air": {"max_window_layers": 46},
+        "seed_oss_36b": {"pretraining_tp": 1},
+    }.items()
+}
+# Further published folders: TinyLlama and SmolLM2-135M, Gemma 2 2B, GPT-2, Qwen1.5-MoE-A2.7B,
+# Qwen3-Next-80B-A3B, the text model of LLaVA 1.5.
+OTHERS = {
+    "tinyllama": {
+        **{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632},
+        **{"attention_bias": False, "hidden_act": "silu", "initializer_range": 0.02},
+        **{"max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 22},
+        **{"num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-5},
+        **{"rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False},
+        "vocab_size": 32000,
+    },
+    "smollm2": {
+        **{"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536},
+        **{"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"},
+        **{"initializer_range": 0.041666666666666664, "is_llama_config": True, "mlp_bias": False},
+        **{"max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30},
+        **{"num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-5},
+        **{"rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000},
+        **{"tie_word_embeddings": True, "vocab_size": 49152},
+    },
+    "gemma2": {
+        **{"model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0},
+        **{"attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "head_dim": 256},
+        **{"final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"},
+        **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304},
+        **{"initializer_range": 0.02, "intermediate_size": 9216, "max_position_embeddings": 8192},
+        **{"num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4},
+        **{"pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6},
+        **{"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000},
+    },
+    "gpt2": {
+        **{"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1},
+        **{"embd_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5},
+        **{"n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24, "n_positions": 1024},
+        **{"n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1},
+        **{"summary_activation": None, "summary_first_dropout": 0.1, "vocab_size": 50257},
+        **{"summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True},
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", "attention_dropout": 0.0, "decoder_sparse_step": 1},
+        **{"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02},
+        **{"intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21},
+        **{"moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16},
+        **{"num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24},
+        **{"num_key_value_heads": 16, "output_router_logits": False, "rms_norm_eps": 1e-6},
+        **{"rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 32768},
+        **{"shared_expert_intermediate_size": 5632, "tie_word_embeddings": False},
+        **{"use_sliding_window": False, "vocab_size": 151936},
+    },
+    "qwen3_next": {
+        **{"model_type": "qwen3_next", "attention_bias": False, "attention_dropout": 0.0},
+        **{"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256},
+        **{"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02},
+        **{"intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128},
+        **{"max_position_embeddings": 262144, "mlp_only_layers": [], "num_attention_heads": 16},
+        **{"moe_intermediate_size": 512, "norm_topk_prob": True, "num_experts": 512},
+        **{"num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2},
+        **{"output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6},
+        **{"rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001},
+        **{"shared_expert_intermediate_size": 512, "tie_word_embeddings": False},
+        **{"use_sliding_window": False, "vocab_size": 151936},
+    },
+    "llava": {
+        **{"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        **{"vocab_size": 32064, "add_cross_attention": False, "bad_words_ids": None},
+        **{"begin_suppress_tokens": None, "cross_attention_hidden_size": None, "top_p": 1.0},
+        **{"decoder_start_token_id": None, "diversity_penalty": 0.0, "do_sample": False},
+        **{"early_stopping": False, "encoder_no_repeat_ngram_size": 0, "finetuning_task": None},
+        **{"exponential_decay_length_penalty": None, "forced_bos_token_id": None, "top_k": 50},
+        **{"forced_eos_token_id": None, "is_decoder": False, "length_penalty": 1.0},
+        **{"max_length": 20, "min_length": 0, "no_repeat_ngram_size": 0, "num_beam_groups": 1},
+        **{"num_beams": 1, "num_return_sequences": 1, "output_scores": False, "prefix": None},
+        **{"pretraining_tp": 1, "pruned_heads": {}, "remove_invalid_values": False},
+        **{"repetition_penalty": 1.0, "return_dict_in_generate": False, "sep_token_id": None},
+        **{"suppress_tokens": None, "task_specific_params": None, "temperature": 1.0},
+        **{"tf_legacy_loss": False, "tie_encoder_decoder": False, "tokenizer_class": None},
+        **{"torchscript": False, "typical_p": 1.0, "use_bfloat16": False},
+    },
+}
+
+
+@pytest.mark.parametrize("config", [*PUBLISHED.values(), *BESIDE.values(), *OTHERS.values()])
+def test_a_run_starts_from_a_published_folder_without_transformers(config: dict[str, Any]) -> None:
+    """No key of it is left for a comparison of logits, which `init_from` does not make."""
+    assert from_hf(config | WRITTEN_BY_4).unread == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("qwen3_5_9b", {"mlp_only_layers": [1]}),
+        ("qwen3_30b_a3b", {"use_sliding_window": True, "sliding_window": 7}),
+        ("llama3_1_8b", {"tp_pretraining": 1}),
+    ],
+)
+def test_a_key_that_may_change_the_model_is_left_for_a_proof(
+    name: str, changed: dict[str, Any]
+) -> None:
+    """Versions of transformers differ in the windows of Qwen3-MoE's layers."""
+    (key,) = from_hf(PUBLISHED[name] | changed).unread
+    assert key in (*changed, "max_window_layers")
 
 
 def test_a_null_that_may_mean_no_positions_or_the_default_is_refused() -> None:

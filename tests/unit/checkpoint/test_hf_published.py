@@ -57,7 +57,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
         {"n_ctx": 24, "model_max_length": 24, "output_past": True, "torch_dtype": "float32"}
         | {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
         | {"transformers_version": "4.40.0"},
-        ["n_ctx=24"],
+        ["model_max_length=24"],
     ),
     "qwen3 of unsloth, 4.56": (
         "qwen3",
@@ -86,7 +86,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
         | {"rope_local_base_freq": 1e4, "layer_types": None, "sliding_window_pattern": 6}
         | {"torch_dtype": "bfloat16", "transformers_version": "4.52.4"}
         | {"cache_implementation": "hybrid", **_UNSLOTH},
-        ["unsloth_version=2025.9.4", "cache_implementation=hybrid"],
+        ["unsloth_version=2025.9.4"],
     ),
     "phi3 of axolotl, 4.44": (
         "phi3",
