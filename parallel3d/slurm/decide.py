@@ -18,7 +18,7 @@ from parallel3d.errors import USER_ERROR
 from parallel3d.files import plain
 from parallel3d.metrics.recovery_log import Cause, RecoveryLine
 from parallel3d.run.failure import NO_RANK, RankFailure
-from parallel3d.slurm.evidence import Finding, evidence_of, will_recur
+from parallel3d.slurm.evidence import Finding, evidence_of
 from parallel3d.text import count
 
 Action = Literal["run", "requeue", "stop", "done"]
@@ -150,7 +150,7 @@ class Inputs:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the inputs as a JSON object, from which `from_json` makes them again."""
-        return _lists(dataclasses.asdict(self))
+        return _plain(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
@@ -214,7 +214,7 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the decision as a JSON object, from which `from_json` makes it again."""
-        return _lists(dataclasses.asdict(self))
+        return _plain(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
@@ -228,11 +228,13 @@ def history_from_json(found: Mapping[str, Any]) -> dict[str, tuple[Evidence, ...
     return {node: tuple(Evidence(**entry) for entry in entries) for node, entries in found.items()}
 
 
-def _lists(value: Any) -> Any:
-    """Returns `value` with tuples replaced by lists, as JSON reads them back."""
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+def _plain(value: Any) -> Any:
+    """Returns data classes as dicts and tuples as lists, as JSON reads them back."""
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(item) for name, item in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # The decision
@@ -242,6 +244,7 @@ DAY_S = 86_400.0
 # Words in the state of a node that Slurm no longer uses, as in "DOWN*" or "MIXED+DRAIN".
 LOST_STATE = re.compile(r"DOWN|DRAIN|DRNG|FAIL")
 ASKING_CODES = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+PLURAL = {"does": "do", "is": "are", "was": "were"}
 SHOWN = 3  # nodes that a sentence names
 
 
@@ -271,6 +274,7 @@ class _Standing:
         history: entries that have not expired, with the new ones.
         new: the new entries.
         lost: nodes that cannot be used now, and why; nodes that Slurm took away are among them.
+        known: lost nodes that no rank used, and of which the same was known before.
         out: nodes that this decision excludes, in order, and which were in order before.
         sound: number of nodes that were in order before.
         recurs: whether the run would fail again in the same way.
@@ -279,6 +283,7 @@ class _Standing:
     history: History
     new: History
     lost: Mapping[str, str]
+    known: frozenset[str]
     out: tuple[str, ...]
     sound: int
     recurs: bool
@@ -291,16 +296,20 @@ class _Standing:
         new = {
             node: (Evidence(why, inputs.now, inputs.start, decisive=True),)
             for node, why in lost.items()
-            if not any(entry.decisive and entry.evidence == why for entry in old.get(node, ()))
         }
-        for node, why in _strikes(inputs, lost).items():
+        known = {
+            node
+            for node, why in lost.items()
+            if node not in inputs.used
+            and any(entry.decisive and entry.evidence == why for entry in old.get(node, ()))
+        }
+        found = _finding(inputs)
+        for node, why in _strikes(inputs, found, lost).items():
             new[node] = (Evidence(why, inputs.now, inputs.start, decisive=False),)
         history = merged(old, new)
         sound = [node for node in members if not is_out(old.get(node, ()))]
         out = tuple(node for node in sound if node in new and is_out(history[node]))
-        cause = inputs.ended.cause if inputs.ended is not None else None
-        recurs = cause is not None and will_recur(cause, inputs.previous)
-        return cls(history, new, lost, out, len(sound), recurs)
+        return cls(history, new, lost, frozenset(known), out, len(sound), found.recurs)
 
     def is_excluded(self, node: str) -> bool:
         """Returns whether decisive evidence excludes a node."""
@@ -321,9 +330,14 @@ def unexpired(history: History, now: float, days: float) -> dict[str, tuple[Evid
 
 
 def merged(history: History, new: History) -> dict[str, tuple[Evidence, ...]]:
-    """Returns a history with new entries."""
+    """Returns a history with new entries; of equal decisive ones, the newest stays."""
     names = [*history, *(node for node in new if node not in history)]
-    return {node: (*history.get(node, ()), *new.get(node, ())) for node in names}
+    return {node: _newest(history.get(node, ()), new.get(node, ())) for node in names}
+
+
+def _newest(old: tuple[Evidence, ...], new: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+    again = {entry.evidence for entry in new if entry.decisive}
+    return (*(one for one in old if not (one.decisive and one.evidence in again)), *new)
 
 
 def is_out(entries: Iterable[Evidence]) -> bool:
@@ -347,21 +361,27 @@ def _loss(inputs: Inputs, node: str) -> str:
     return "" if answer.ok else f"failed its self-test ({plain(answer.why)})"
 
 
-def _strikes(inputs: Inputs, lost: Mapping[str, str]) -> dict[str, str]:
+def _finding(inputs: Inputs) -> Finding:
+    """Returns what the root cause says."""
+    cause = inputs.ended.cause if inputs.ended is not None else None
+    if cause is None:
+        return Finding("never")
+    previous = inputs.previous
+    if inputs.starts_in_row == 0 and previous is not None and not previous.phase:
+        previous = None  # a checkpoint was made since, so it was not the same step
+    return evidence_of(cause, inputs.used, previous)
+
+
+def _strikes(inputs: Inputs, found: Finding, lost: Mapping[str, str]) -> dict[str, str]:
     """Returns the nodes that the root cause speaks against, and its words."""
     ended = inputs.ended
     if ended is None:
         return {}
     cause, struck = ended.cause, {}
-    if cause is not None:
-        previous = inputs.previous
-        if inputs.starts_in_row == 0 and previous is not None and not previous.phase:
-            previous = None  # a checkpoint was made since, so it was not the same step
-        found = evidence_of(cause, inputs.used, previous)
-        # Peers of a node that has died may fail in NCCL before the node is called dead.
-        explained = found.is_collective and any(node in lost for node in inputs.used)
-        if found.weight == "strike" and found.node is not None and not explained:
-            struck[found.node] = _observed(cause, found)
+    # Peers of a node that has died may fail in a collective before the node is called dead.
+    explained = found.is_collective and any(node in lost for node in inputs.used)
+    if cause is not None and found.weight == "strike" and found.node is not None and not explained:
+        struck[found.node] = _observed(cause, found)
     if cause is None or cause.kind == "node" or cause.is_echo:
         struck |= {node: "was called dead" for node in ended.dead if node not in struck}
     return {node: struck[node] for node in inputs.nodes if node in struck and node not in lost}
@@ -560,6 +580,11 @@ def _names(nodes: Iterable[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
+def _plural(predicate: str) -> str:
+    verb, _, rest = predicate.partition(" ")
+    return f"{PLURAL.get(verb, verb)} {rest}"
+
+
 def _cause(ended: Ended) -> str:
     if ended.cause is None:
         return f"the ranks ended with code {ended.code}"
@@ -572,13 +597,13 @@ def _seen(inputs: Inputs, standing: _Standing) -> list[str]:
     by_evidence: dict[str, list[str]] = {}
     for node, entries in standing.new.items():
         for entry in entries:
-            if entry.decisive:
+            if entry.decisive and node not in standing.known:
                 by_evidence.setdefault(entry.evidence, []).append(node)
-            else:
+            elif not entry.decisive:
                 strikes = sum(not found.decisive for found in standing.history[node])
                 said.append(f"this is strike {strikes} against {node}")
     said += [
-        f"{_names(nodes)}: {why}" if len(nodes) > 1 else f"{nodes[0]} {why}"
+        f"{_names(nodes)} {why if len(nodes) == 1 else _plural(why)}"
         for why, nodes in by_evidence.items()
     ]
     return said

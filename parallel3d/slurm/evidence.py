@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from parallel3d.run.failure import TIMED_OUT, RankFailure
@@ -72,14 +72,16 @@ class Finding:
         weight: "decisive" excludes the node at once, two strikes do, and "never" does not count.
         node: the node, by its name in Slurm; None if no node of the job is meant.
         what: the kind of failure, for a sentence; "" if it is of no known kind.
-        is_collective: whether the failure was in a collective, so that a node that has died
-            explains it too.
+        is_collective: whether the failure was in a collective, where the rank that fails first need
+            not be at fault.
+        recurs: whether a new start would fail again in the same way.
     """
 
     weight: Weight
     node: str | None = None
     what: str = ""
     is_collective: bool = False
+    recurs: bool = False
 
 
 def evidence_of(
@@ -87,14 +89,20 @@ def evidence_of(
 ) -> Finding:
     """Returns what the root cause of a start's end says about one of `nodes`.
 
-    `previous` is the root cause of the start before, if no checkpoint was made in between or both
-    failed in a step: the same error at the same step on another node is not the node's.
+    `previous` is the root cause of the start before. The same error at the same step on another
+    node is not the node's; on the same node it may be.
     """
-    found = _alone(cause, list(nodes))
-    elsewhere = previous is not None and previous.host != cause.host
-    if found.weight == "strike" and elsewhere and is_same(cause, previous):
-        return Finding("never", found.node, "the same error at the same step on two nodes")
-    return found
+    names = list(nodes)
+    found = _alone(cause, names)
+    if previous is None or not is_same(cause, previous):
+        return found
+    hosts = (node_of(each.host, names) or each.host for each in (previous, cause))
+    elsewhere = len({*hosts}) > 1
+    if found.weight == "strike":
+        if not elsewhere:
+            return found
+        found = replace(found, weight="never", what=f"{found.what} at the same step on two nodes")
+    return replace(found, recurs=_will_recur(cause, found))
 
 
 def _alone(cause: RankFailure, nodes: list[str]) -> Finding:
@@ -131,27 +139,24 @@ def node_of(host: str, nodes: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def is_same(cause: RankFailure, previous: RankFailure | None) -> bool:
+def is_same(cause: RankFailure, previous: RankFailure) -> bool:
     """Returns whether two starts ended by the same error in the same phase."""
     return (
-        previous is not None
-        and cause.kind in ("error", "user", "killed")
+        cause.kind in ("error", "user", "killed")
         and (cause.kind, cause.phase) == (previous.kind, previous.phase)
         and _general(cause) == _general(previous)
     )
 
 
-def will_recur(cause: RankFailure, previous: RankFailure | None) -> bool:
-    """Returns whether a start that ended as the one before it would end so again.
+def _will_recur(cause: RankFailure, found: Finding) -> bool:
+    """Returns whether an error that has come twice in the same phase would come again.
 
-    A signal comes from outside, and a time-out from another rank: neither will. An error outside of
-    steps, as in the rendezvous, may be one of the network.
+    A signal comes from outside, and a time-out from another rank. An error outside of steps, as in
+    the rendezvous, may be one of the network.
     """
-    if not is_same(cause, previous):
-        return False
     if cause.kind == "user":
         return True
-    passing = cause.is_echo or TIMED_OUT.search(cause.error) is not None
+    passing = found.is_collective or cause.is_echo or TIMED_OUT.search(cause.error) is not None
     return cause.kind == "error" and not passing and STEP.search(cause.phase) is not None
 
 
