@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -75,12 +76,13 @@ def train(config: Config, worker: Worker, own: OwnParts | None = None) -> None:
         evaluate_only(trainer, worker, checkpoints.resumed)
     else:
         begun_with = take_initial_weights(trainer, worker, checkpoints)
+        loaded = time.time()
         if not is_over(trainer, worker, first_step, length_key):
             facts = header_facts(trainer, of_text) if worker.rank == 0 else {}
             if worker.rank == 0 and first_step == 1 and (checkpoints.resumed or begun_with):
                 print_line(acts_on_weights(trainer.config))
             facts |= begun_with
-            is_saved = run(trainer, worker, checkpoints, user_hooks, facts, clock)
+            is_saved = run(trainer, worker, checkpoints, user_hooks, facts, clock, loaded)
             worker.phase = "closing the process groups"
             watchdog.resume()
     groups.close()  # with NCCL this is collective, so that a missing rank makes it hang
@@ -222,11 +224,12 @@ def run(
     user_hooks: UserHooks,
     facts: Mapping[str, str],
     clock: SaveClock | None,
+    loaded: float,
 ) -> bool:
     """Runs the remaining steps and saves the results.
 
-    `facts` contains further lines for the header, and `clock` says when to save. Returns whether
-    the last checkpoint was written.
+    `facts` contains further lines for the header, `clock` says when to save, and `loaded` is the
+    Unix time at which the parameters were there. Returns whether the last checkpoint was written.
     """
     watchdog, first = worker.watchdog, trainer.steps_done + 1
     assert watchdog is not None
@@ -236,7 +239,7 @@ def run(
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
     with (
-        open_recorder(trainer, worker, checkpoints.changed)
+        open_recorder(trainer, worker, checkpoints.changed, loaded)
         if worker.rank == 0
         else nullcontext() as recorder
     ):

@@ -89,8 +89,12 @@ class ExpertRecords(StepHook):
         recorder.expert_counts(result.step, experts.counts)
 
 
-def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
-    """Opens the recorder of rank 0; `changed`: whether keys differ from the checkpoint's."""
+def open_recorder(trainer: Trainer, worker: Worker, changed: bool, loaded: float) -> Recorder:
+    """Opens the recorder of rank 0.
+
+    `changed` says whether keys differ from those of the checkpoint, and `loaded` is the Unix time
+    at which it was there.
+    """
     config = trainer.config
     peak = device_peak_flops(
         trainer.device,
@@ -111,6 +115,7 @@ def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
         changed=changed,
         config_file=config_files(worker.run_dir)[-1].name,
         begun=process_begun(),
+        loaded=loaded,
         flops_formula=formula,
     )
 

@@ -18,6 +18,8 @@ survives a change of the batch size. A line may also have these entries:
   the `bias` (its highest value minus its lowest), and the auxiliary loss `aux` if it is used.
 - `terms`: the means of the named terms of a user's own loss (`Loss.terms`).
 - `hooks`: the figures of a script's hooks, by their names (`Run.log`); evaluations may have it too.
+- `goodput`: the share of the wall time so far that made progress (`metrics.starts`).
+- `lost_to`: once the run was interrupted, the shares that each cause has cost (`lost_time`).
 
 The line of an evaluation has `step`, `eval_loss` (null if there is no token to predict) and
 `tokens`. `eval_losses` maps the parts of a blend to their losses, `eval_terms` has the means of an
@@ -50,6 +52,7 @@ from parallel3d.text import count
 METRICS = "metrics.jsonl"  # the file in a run's directory
 COUNTS = "expert_counts"
 HOOKS = "hooks"
+LOST_TO = "lost_to"
 TERMS, EVAL_TERMS = "terms", "eval_terms"
 # Entries that a step's line always has.
 STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s")

@@ -20,11 +20,12 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.length import Length
 from parallel3d.errors import UserError, first_line
-from parallel3d.metrics import screen
+from parallel3d.metrics import recovery_log, screen
 from parallel3d.metrics.jsonl import (
     COUNTS,
     EVAL_TERMS,
     HOOKS,
+    LOST_TO,
     METRICS,
     STEP,
     TERMS,
@@ -105,6 +106,7 @@ class Recorder:
         changed: whether keys that affect steps differ from the checkpoint's.
         config_file: name of this start's configuration in `run_dir`; None without one.
         begun: Unix time at which this process began; None stands for the time of `start`.
+        loaded: Unix time at which the checkpoint was loaded; None if that is unknown.
         clock: function that returns the current Unix time.
     """
 
@@ -117,6 +119,7 @@ class Recorder:
     changed: bool = False
     config_file: str | None = None
     begun: float | None = None
+    loaded: float | None = None
     clock: Callable[[], float] = time.time
     flops_formula: str = FLOPS_FORMULA
     console: Console = field(default_factory=screen.make_console)
@@ -152,7 +155,8 @@ class Recorder:
         self._code = provenance()
         self._length = self.length or config.planned_length.after()
         begun = self.clock() if self.begun is None else self.begun
-        self._account = Account(starts_of(run_dir / STARTS), begun)
+        decisions = recovery_log.read(run_dir)
+        self._account = Account(starts_of(run_dir / STARTS), begun, self.loaded, decisions)
         path = run_dir / METRICS
         samples = self._length.sizes.samples(self.first_step - 1)
         self._tokens = samples * config.model.seq_length
@@ -256,6 +260,8 @@ class Recorder:
         self._account.step(row)
         if (found := self._account.goodput(self.clock())) is not None and found.value is not None:
             row["goodput"] = round(found.value, 4)
+            if shares := found.shares:
+                row[LOST_TO] = {cause: round(share, 4) for cause, share in shares.items()}
         self._log(row)
         self._progress.update(row)
         if loss is None and not self._said_unlearned:
@@ -311,6 +317,7 @@ class Recorder:
     def waiting(self) -> tuple[str, ...]:
         """Forces metrics.jsonl to disk, and returns the lines that a checkpoint must contain."""
         self._metrics.flush()
+        self._account.saves()
         self._write(STARTS, self._add_account)
         for logger in self._loggers:
             logger.flush()
@@ -334,7 +341,7 @@ class Recorder:
         if self._summary is not None:
             return self._summary
         self._summary = summary = self._summarise(status)
-        self._write(STARTS, self._add_account)
+        self._write(STARTS, lambda path: self._add_account(path, status))
         with ExitStack() as closing:  # runs in reverse order; an error does not stop the rest
             exit_code = 0 if status in ("finished", "stopped") else 1
             for logger in reversed(self._loggers):
@@ -416,8 +423,8 @@ class Recorder:
         }
         append_line(path, self._account.begin(self.clock(), start))
 
-    def _add_account(self, path: Path) -> None:
-        append_line(path, self._account.line(self.clock()))
+    def _add_account(self, path: Path, status: str | None = None) -> None:
+        append_line(path, self._account.line(self.clock(), status))
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         try:
