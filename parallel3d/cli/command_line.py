@@ -89,7 +89,7 @@ from parallel3d.run.directory import (
     make_run_directory,
     take_run,
 )
-from parallel3d.run.failure import full_stop
+from parallel3d.run.failure import full_stop, note_earlier
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import or_end
 from parallel3d.run.launcher_environment import (
@@ -481,6 +481,7 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
     number = HydraConfig.get().job.num if is_sweep() else None
     with _time_limit(config.launch.timeout_s, config.runs_dir):
         config, run_dir = make_run_directory(config, job_id, number, may_resume=may_resume)
+        note_earlier(run_dir)
         take_run(config, run_dir)
     for line in lines:
         print_line(line)

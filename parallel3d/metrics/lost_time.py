@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 from parallel3d.metrics.recovery_log import RecoveryLine
 
 CAUSES = ("killed", "node", "hang", "error", "requeue", "user", "unknown")
-FAILURES = ("killed", "node", "hang", "error", "unknown")
-NAMES_OF_CAUSES = {"killed": "killed rank", "unknown": "unknown cause"}
+NAMES_OF_CAUSES = {cause: cause for cause in CAUSES}
+NAMES_OF_CAUSES |= {"killed": "killed rank", "unknown": "unknown cause"}
 BETWEEN = ("detect", "end", "probe", "decide", "queue", "start", "gap")
 START_UP = ("load", "ready", "start_up")
 PHASES = ("lost", *BETWEEN, *START_UP)
@@ -57,19 +57,28 @@ class Cost(NamedTuple):
     def sum(self, phases: Iterable[str] = PHASES) -> float:
         return sum(self.seconds.get(phase, 0.0) for phase in phases)
 
+    def is_failure(self, cause: str) -> bool:
+        """Returns whether this is the cost of failures; one without a trace has lost steps."""
+        return cause not in ("requeue", "user", "unknown") or self.seconds.get("lost", 0.0) > 0
+
     def row(self) -> dict[str, Any]:
         """Returns plain data for JSON: phases that took no time are left out."""
-        rounded = {phase: round(one, 3) for phase, one in self.seconds.items()}
+        rounded = {f"{phase}_s": round(one, 3) for phase, one in self.seconds.items()}
         return {"times": self.times} | {phase: one for phase, one in rounded.items() if one}
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Cost:
         """Returns the cost that a `row` describes. May raise one of `starts.DAMAGED`."""
-        seconds = {phase: float(row[phase]) for phase in PHASES if phase in row}
+        seconds = {phase: float(row[f"{phase}_s"]) for phase in PHASES if f"{phase}_s" in row}
         return cls(int(row["times"]), seconds)
 
 
 Costs = Mapping[str, Cost]  # by cause
+
+
+def costs_of(rows: Mapping[str, Mapping[str, Any]]) -> Costs:
+    """Returns the costs that rows describe by cause. May raise one of `starts.DAMAGED`."""
+    return {str(cause): Cost.of_row(row) for cause, row in rows.items()}
 
 
 def sum_of(costs: Iterable[Costs]) -> Costs:

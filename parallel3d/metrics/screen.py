@@ -23,6 +23,7 @@ from parallel3d.loop.keys import TrainConfig
 from parallel3d.metrics.jsonl import EVAL_TERMS, HOOKS, TERMS, value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
+from parallel3d.metrics.lost_time import NAMES_OF_CAUSES, costs_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.starts import PARTS
 from parallel3d.metrics.units import Units, units_of
@@ -281,6 +282,8 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         )
     if (spent := summary["goodput"]) is not None and spent["value"] is not None:
         rows["goodput"] = goodput_words(spent)
+        if failures := failures_words(spent):
+            rows["failures"] = failures
     rows["time"] = (
         f"{duration(summary['wall_time_s'])} · {si(summary['tokens']).rstrip()} {units.work}"
     )
@@ -302,6 +305,21 @@ def goodput_words(spent: Mapping[str, Any]) -> str:
     text += f" in {starts:,} starts" if starts > 1 else ""
     others = {part: spent[f"{part}_s"] for part in PARTS[1:] if spent[f"{part}_s"] >= 1.0}
     return " · ".join([text, *(f"{NAMES_OF_PARTS[p]} {duration(s)}" for p, s in others.items())])
+
+
+def failures_words(spent: Mapping[str, Any]) -> str:
+    """Returns what failures and the queue have cost in words, or "" if the run had no failure."""
+    costs = costs_of(spent.get("causes", {}))
+    if not any(cost.is_failure(cause) for cause, cost in costs.items()):
+        return ""
+    words = []
+    for cause, cost in costs.items():
+        if cause == "user":
+            continue
+        queue = cost.sum(["queue"])
+        text = f"{cost.times} × {NAMES_OF_CAUSES[cause]} {duration(cost.sum())}"
+        words.append(text + (f", {duration(queue)} of it in the queue" if queue >= 1.0 else ""))
+    return " · ".join(words)
 
 
 def _places(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -134,10 +134,10 @@ def _start(row: Mapping[str, Any]) -> Start:
     lost, between = float(row.get("lost_s", 0.0)), float(row.get("between_s", 0.0))
     loaded, decided = _number(row, "loaded"), _number(row, "decided")
     if "costs" in row:
-        costs = {str(cause): Cost.of_row(one) for cause, one in row["costs"].items()}
+        costs = lost_time.costs_of(row["costs"])
     else:  # an older version
         gap = {"lost": lost, "gap": between, "start_up": max(0.0, at - begun)}
-        costs = {"unknown": Cost(1, gap)}
+        costs = {"unknown": Cost(1, {phase: one for phase, one in gap.items() if one})}
     start = Start(row, begun, at, lost, between, account=at, step=first - 1)
     start.loaded, start.decided, start.costs = loaded, decided, costs
     start.ahead_s = float(row.get("ahead_s", 0.0))

@@ -23,6 +23,7 @@ from parallel3d.run.directory import (
     make_run_directory,
     take_run,
 )
+from parallel3d.run.failure import note_earlier
 from parallel3d.run.keys import LaunchConfig
 from parallel3d.run.launch import Worker, ending_on_signals, until
 from parallel3d.run.launcher_environment import RankAssignment
@@ -75,6 +76,7 @@ def agree_on_run(
                 named, run_dir = make_run_directory(
                     named, job_id=place.job_id, may_resume=app in CAN_RESUME
                 )
+                note_earlier(run_dir)
                 take_run(named, run_dir)
             # `run_dir` is set only once this process holds the run, because a failure may remove
             # that directory.

@@ -22,6 +22,9 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line, print_line
 from parallel3d.files import read_bounded, replace_durably
 from parallel3d.loop.keys import TrainConfig
+from parallel3d.metrics import recovery_log
+from parallel3d.metrics.recovery_log import Cause, RecoveryLine
+from parallel3d.metrics.starts import STARTS, starts_of
 from parallel3d.models.repeats import spelled
 from parallel3d.resolve import layout_of
 from parallel3d.run.directory import FAILURES, discard_unused
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 # The signal with which our launcher ends ranks at once. No scheduler or terminal sends it: their
 # signals ask ranks to save and stop.
 END_SIGNAL = signal.SIGALRM
+SLACK_S = 2.0  # by which the clocks of a rank and of its launcher may differ
 RECORD_BYTES = 1 << 20  # maximum size of a failure's record
 PACKAGE = Path(__file__).parents[1]  # spelled like the file names in stack frames
 
@@ -259,6 +263,32 @@ def read_all(run_dir: Path) -> list[RankFailure]:
         with suppress(OSError, ValueError, TypeError):
             failures.append(RankFailure(**json.loads(read_bounded(path, RECORD_BYTES))))
     return sorted(failures, key=lambda failure: failure.time)
+
+
+def note_earlier(run_dir: Path) -> None:
+    """Appends what the records of an earlier start's failure say to `recovery.jsonl`.
+
+    A launcher that has decided on this start has done so itself. It knows more: a rank that was
+    killed has left no record, and its peers only know that it is gone.
+    """
+    failures = read_all(run_dir)
+    if not failures or not os.path.isfile(run_dir / STARTS):
+        return
+    cause = root_cause(failures)
+    if any(line.at >= cause.time - SLACK_S for line in recovery_log.read(run_dir)):
+        return
+    known = Cause(cause.kind, cause.host, cause.rank, cause.error)
+    if cause.is_echo:
+        known = Cause("unknown", "", None, "a rank ended and left no record")
+    line = RecoveryLine(
+        at=time.time(),
+        start=len(starts_of(run_dir / STARTS)) + 1,
+        decision="same",
+        sentence=f"{cause.sentence().rstrip('.')}; the run was started again",
+        cause=known,
+        failed_at=cause.time,
+    )
+    recovery_log.append(run_dir, line, print_line)
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.recovery_log import Cause, RecoveryLine, append
+from parallel3d.metrics.screen import failures_words
 from parallel3d.metrics.starts import Goodput, goodput, starts_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
@@ -27,12 +30,16 @@ class Time:
         self.now += seconds
 
 
-def begin(run_dir: Path, time: Time, first: int, start_up: float) -> Recorder:
+def begin(
+    run_dir: Path, time: Time, first: int, start_up: float, load: float | None = None
+) -> Recorder:
     config = Config()
     config.model, config.train.steps = ModelConfig(name="gpt_tiny"), 100
     begun = time.now
+    loaded = None if load is None else begun + load
     time.pass_by(start_up)
-    recorder = Recorder(config, run_dir, 1e6, Peak(1e9, "test"), first, begun=begun, clock=time)
+    peak = Peak(1e9, "test")
+    recorder = Recorder(config, run_dir, 1e6, peak, first, begun=begun, loaded=loaded, clock=time)
     recorder.start({})
     return recorder
 
@@ -70,6 +77,9 @@ def test_goodput_of_an_undisturbed_start(tmp_path: Path) -> None:
     assert seconds_of(tmp_path, recorder) == expected | {"checkpoint_s": 3.0, "other_s": 1.0}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("goodput") for row in rows] == [0.1667, 0.2857, 0.375, 0.4444, None]
+    assert (
+        not any("lost_to" in row for row in rows) and "causes" not in recorder.finish()["goodput"]
+    )
 
 
 def test_a_run_that_is_killed_and_resumes(tmp_path: Path) -> None:
@@ -134,3 +144,60 @@ def test_goodput_of_starts_by_older_versions(tmp_path: Path) -> None:
     found = goodput([start], 30.0, start.begun + 60.0)
     assert isinstance(found, Goodput) and found.value == 0.5
     assert goodput([], 1.0) is None and starts_of(tmp_path / "none") == []
+
+
+def test_what_a_node_cost_is_in_the_summary_the_panel_and_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node dies in step 5, the job is queued again, and its first start ends with an error."""
+    time = Time()
+    first = begin(tmp_path, time, 1, start_up=10.0)
+    for number in (1, 2, 3, 4):
+        step(first, time, number)
+        if number == 3:
+            first.waiting()
+
+    def decide(decision: str, cause: Cause | None, **seconds: float) -> None:
+        append(tmp_path, RecoveryLine(time.now, 2, decision, "", cause, seconds=seconds), print)
+
+    time.pass_by(40.0)
+    decide("requeue", Cause("node", "node3"), detect=33.0, end=5.0, probe=2.0)
+    time.pass_by(3600.0)
+    decide("first", None)
+    time.pass_by(30.0)
+    decide("same", Cause("decided", "node1", 0, "TrainingFailure: it is odd"), end=1.0)
+    time.pass_by(9.0)
+    capsys.readouterr()
+    second = begin(tmp_path, time, 4, start_up=20.0, load=15.0)
+    step(second, time, 4)
+    costs = second.finish("failed")["goodput"]["causes"]
+    node = {"times": 1, "lost_s": 2.0, "detect_s": 33.0, "end_s": 5.0, "probe_s": 2.0}
+    error = {"times": 1, "detect_s": 29.0, "end_s": 1.0, "start_s": 9.0}
+    assert costs == {"node": node | {"queue_s": 3600.0},
+                     "error": error | {"load_s": 15.0, "ready_s": 5.0}}  # fmt: skip
+    words = "1 × node 1:00:42, 1:00:00 of it in the queue · 1 × error 0:59"
+    panel = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"failures {words}" in panel
+    *_, row = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    shares = {"node": round(3642 / 3719, 4), "error": round(59 / 3719, 4)}
+    assert row["lost_to"] == pytest.approx(shares, abs=2e-4)
+    assert figures_of(row)["lost_to/node"] == row["lost_to"]["node"]
+    lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    (start,) = (line for line in lines if line.get("first_step") == 4)
+    assert (start["cause"], start["cause_host"], start["decision"]) == ("node", "node3", "same")
+    assert (lines[-1]["status"], lines[-1]["first_step_s"], lines[1]["saves"]) == ("failed", 2.0, 1)
+
+
+def test_a_run_without_a_failure_has_no_line_about_failures(tmp_path: Path) -> None:
+    time = Time()
+    for first, status in ((1, "stopped"), (3, "finished"), (5, "interrupted"), (7, "stopped")):
+        recorder = begin(tmp_path, time, first, start_up=1.0)
+        step(recorder, time, first)
+        step(recorder, time, first + 1)
+        recorder.waiting()
+        spent = recorder.finish(status)["goodput"]
+        time.pass_by(60.0)
+    assert {cause: cost["times"] for cause, cost in spent["causes"].items()} == {
+        "requeue": 1, "user": 2
+    }  # fmt: skip
+    assert failures_words(spent) == ""

@@ -15,10 +15,18 @@ import torch
 
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.errors import TrainingFailure, UserError, closest, users_place
+from parallel3d.metrics.recovery_log import RecoveryLine, append, read
 from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import layout_of
 from parallel3d.run import failure, local_workers
-from parallel3d.run.failure import RankFailure, from_exception, from_exit, root_cause
+from parallel3d.run.failure import (
+    RankFailure,
+    from_exception,
+    from_exit,
+    note_earlier,
+    root_cause,
+    write_record,
+)
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
 
@@ -278,3 +286,32 @@ def test_a_removed_run_folder_is_not_made_again(
     assert len(said) == 1 and "Connection closed by peer" in said[0]
     failure.write(from_exception(CONFIG, peer, ValueError()), ValueError(), peer.run_dir)
     assert not peer.run_dir.exists()
+
+
+def test_a_start_notes_the_failure_that_no_launcher_has_noted(tmp_path: Path) -> None:
+    """Under torchrun the records are all that a start knows of the one before it."""
+    note_earlier(tmp_path)
+    boom = error(3, "ValueError: boom", 1000.0)
+    write_record(boom, "", tmp_path)
+    note_earlier(tmp_path)
+    assert read(tmp_path) == []  # the run had not begun
+    (tmp_path / "starts.jsonl").touch()
+    for _ in range(2):
+        note_earlier(tmp_path)
+    (line,) = read(tmp_path)
+    assert line.cause is not None and (line.cause.kind, line.cause.rank) == ("error", 3)
+    assert line.failed_at == 1000.0 and not line.seconds
+
+    late = error(3, "ValueError: boom", line.at + 100)
+    write_record(late, "", tmp_path)
+    append(tmp_path, RecoveryLine(line.at + 103, 3, "same", "by the launcher"), print)
+    note_earlier(tmp_path)
+    assert len(read(tmp_path)) == 2
+
+
+def test_records_of_peers_alone_name_no_cause(tmp_path: Path) -> None:
+    (tmp_path / "starts.jsonl").touch()
+    write_record(error(0, "RuntimeError: Connection closed by peer [::1]:7", 9.0), "", tmp_path)
+    note_earlier(tmp_path)
+    (line,) = read(tmp_path)
+    assert line.cause is not None and (line.cause.kind, line.cause.rank) == ("unknown", None)
