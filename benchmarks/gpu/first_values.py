@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,20 +21,18 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile, supported_activities
 
-import parallel3d
 from benchmarks.gpu.rows import model_of, seconds_of, trainer_of
 from benchmarks.gpu.tasks import Given, Row, judged
 from parallel3d.config.values import AUTO
-from parallel3d.context_parallel import attention, document_attention, sinks
+from parallel3d.context_parallel import attention, document_attention
 from parallel3d.data.loader import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
-from parallel3d.experts.grouped import add_bias_of_rows
 from parallel3d.experts.rows import sum_of_slots
-from parallel3d.models import convolution, dropout, full_norm, gated_deltanet, layers, ops
+from parallel3d.models import dropout, layers, ops
 from parallel3d.models import dropout as dropped_attention
 from parallel3d.models.attention import attend
-from parallel3d.parameters import gradients, rounding
+from parallel3d.parameters import gradients
 from parallel3d.tensor_parallel import loss
 
 # The largest relative errors, in norms: |found − exact| / |exact|.
@@ -147,58 +143,13 @@ def _random(device: torch.device) -> Callable[..., Tensor]:
     return random
 
 
-def fused_functions() -> dict[str, Any]:
-    """Returns every function of the package under `fused`, by its module and name."""
-    package = Path(parallel3d.__file__).parent
-    found = {}
-    for file in sorted(package.rglob("*.py")):
-        if fused.__name__ not in file.read_text(encoding="utf-8"):
-            continue
-        path = file.relative_to(package.parent).with_suffix("")
-        module = import_module(".".join(path.parts))
-        for value in vars(module).values():
-            if isinstance(value, type(ops.swiglu_forward)):
-                found[full_name(value)] = value
-    return found
-
-
-def full_name(function: Any) -> str:
-    return f"{plain(function).__module__}.{plain(function).__name__}"
-
-
 def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
     """Yields every function that is one kernel on a card; each is made when it is needed, as they
     are large."""
-    yield from of_most_models(device, shapes)
-    yield from of_other_models(device, shapes)
-
-
-def not_compared() -> list[str]:
-    """Returns the functions of the package under `fused` that `comparisons` leaves out."""
-    made = comparisons(torch.device("cpu"), TINY)
-    return sorted(fused_functions().keys() - {full_name(one.function) for _, one in made})
-
-
-def of_most_models(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    """Yields the functions of Llama's layers, of their experts, of dropout and of the loss."""
-    yield from _of_norms_and_mlp(device, shapes)
-    yield from _of_experts(device, shapes)
-    yield from _of_attention(device, shapes)
-    yield from _of_dropout(device, shapes)
-    yield from _of_loss(device, shapes)
-
-
-def of_other_models(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    """Yields the functions of gpt-oss, OLMo, Qwen3.5, and of rounded weights."""
-    yield from _of_gpt_oss(device, shapes)
-    yield from _of_full_norm(device, shapes)
-    yield from _of_deltanet(device, shapes)
-    yield from _of_rounding(device, shapes)
-
-
-def _of_norms_and_mlp(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
     random = _random(device)
     batch, sequence, hidden = shapes.batch, shapes.sequence, shapes.hidden
+    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
+
     x, grad = random(batch, sequence, hidden), random(batch, sequence, hidden)
     weight = random(hidden)
     scale = plain(ops.rms_norm_forward)(x, weight, 1e-5, 0.0)[1]
@@ -213,11 +164,9 @@ def _of_norms_and_mlp(device: torch.device, shapes: Shapes) -> Iterator[tuple[st
     yield "swiglu backward", Comparison(ops.swiglu_backward, (of_ffn, gate_up))
     yield "geglu", Comparison(ops.geglu_forward, (gate_up,))
     yield "geglu backward", Comparison(ops.geglu_backward, (of_ffn, gate_up))
+    del gate_up, of_ffn
 
-
-def _of_experts(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
-    slots = (shapes.batch * shapes.sequence, shapes.chosen)
+    slots = (batch * sequence, shapes.chosen)
     rows = slots[0] * slots[1]
     inner, of_active = random(rows, 2 * shapes.expert_width), random(rows, shapes.expert_width)
     scores = torch.rand(rows, device=device)
@@ -230,13 +179,8 @@ def _of_experts(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     count = int(here.sum())
     order = torch.full(slots, count, device=device)
     order[here] = torch.randperm(count, device=device)
-    yield "sum of slots", Comparison(sum_of_slots, (random(count, shapes.hidden), order))
+    yield "sum of slots", Comparison(sum_of_slots, (random(count, hidden), order))
 
-
-def _of_attention(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
-    batch, sequence = shapes.batch, shapes.sequence
-    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
     qkv = random(batch, sequence, shapes.projected)
     angle = random(sequence, 1, shapes.head_dim // 2, dtype=torch.float32)
     turn = (angle.cos(), angle.sin())
@@ -250,83 +194,6 @@ def _of_attention(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, C
     of_heads = (random(*qkv.shape), qkv, *weights, *scales, heads, 0.0)
     yield "norm_heads backward", Comparison(layers.norm_heads_backward, of_heads)
 
-
-def _of_gpt_oss(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
-    batch, sequence = shapes.batch, shapes.sequence
-    gate_up, of_ffn = random(batch, sequence, 2 * shapes.ffn), random(batch, sequence, shapes.ffn)
-    yield "limited swiglu", Comparison(ops.clamped_swiglu_forward, (gate_up, 1.0))
-    of_limited = (of_ffn, gate_up, 1.0)
-    yield "limited swiglu backward", Comparison(ops.clamped_swiglu_backward, of_limited)
-    del gate_up, of_ffn
-    experts, rows = 8, batch * sequence * shapes.chosen
-    owners = torch.arange(rows, device=device) * experts // rows
-    inner, biases = (random(n, 2 * shapes.expert_width) for n in (rows, experts))
-    yield "biases of experts", Comparison(add_bias_of_rows, (inner, biases, owners))
-    del inner
-    out, grad = (random(batch, shapes.heads, sequence, shapes.head_dim) for _ in range(2))
-    sums, of_heads = random(*out.shape[:3], dtype=torch.float32), random(shapes.heads)
-    yield "sinks", Comparison(sinks.join_sinks, (out, sums, of_heads))
-    yield "sinks backward", Comparison(sinks.gradient_of_sinks, (grad, out, sums, of_heads))
-
-
-def _of_full_norm(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
-    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    qkv = random(shapes.batch, shapes.sequence, shapes.projected)
-    widths = shapes.hidden, shapes.kv_heads * shapes.head_dim
-    weights, grad = (random(widths[0]), random(widths[1])), random(*qkv.shape)
-    of_q_and_k = (qkv, widths, heads)
-    yield "full norm's squares", Comparison(full_norm.sums_of_squares, of_q_and_k, limit=WIDE)
-    squares = plain(full_norm.sums_of_squares)(*of_q_and_k)
-    yield (
-        "full norm",
-        Comparison(full_norm.scaled_heads, (qkv, *weights, squares, heads, 1e-5, 0.0)),
-    )
-    scales = plain(full_norm.scaled_heads)(qkv, *weights, squares, heads, 1e-5, 0.0)[1]
-    of_sums = (grad, qkv, *weights, scales, widths, heads, 0.0)
-    yield "full norm's sums", Comparison(full_norm.full_norm_sums, of_sums)
-    along = plain(full_norm.full_norm_sums)(*of_sums)[0]
-    of_qkv = (grad, qkv, *weights, scales, along, heads, 0.0)
-    yield "full norm backward", Comparison(full_norm.full_norm_backward, of_qkv)
-
-
-def _of_deltanet(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
-    batch, sequence, size = shapes.batch, shapes.sequence, shapes.head_dim
-    widths = (shapes.hidden, *[shapes.kv_heads * size] * 2)
-    x, grad = random(batch, sequence, sum(widths)), random(batch, sequence, sum(widths))
-    taps = random(sum(widths), 4)
-    places = torch.arange(sequence, device=device) % (sequence // 2 + 3)  # two documents
-    for which, name in ((None, ""), (places, " in documents")):
-        forward, backward = (x, taps, which, widths), (grad, x, taps, which)
-        yield f"convolution{name}", Comparison(convolution.convolution_forward, forward)
-        yield f"convolution{name} backward", Comparison(convolution.convolution_backward, backward)
-    del x, grad
-
-    heads = (batch, sequence, shapes.heads, size)
-    q, grad = random(*heads), random(*heads)
-    length = size**-0.5
-    yield "length of heads", Comparison(gated_deltanet.length_forward, (q, length))
-    found, scale = plain(gated_deltanet.length_forward)(q, length)
-    of_length = (grad, found, scale, length)
-    yield "length of heads backward", Comparison(gated_deltanet.length_backward, of_length)
-    del q, found
-
-    y, gate, grad = (random(batch, sequence, shapes.hidden) for _ in range(3))
-    yield "attention's gate", Comparison(ops.sigmoid_gate_forward, (y, gate))
-    yield "attention's gate backward", Comparison(ops.sigmoid_gate_backward, (grad, y, gate))
-    y, z, weight = random(*heads), random(batch, sequence, shapes.hidden), random(size)
-    yield "gated norm", Comparison(gated_deltanet.gated_norm_forward, (y, z, weight, 1e-6))
-    scale = plain(gated_deltanet.gated_norm_forward)(y, z, weight, 1e-6)[1]
-    of_norm = (random(*z.shape), y, z, weight, scale)
-    yield "gated norm backward", Comparison(gated_deltanet.gated_norm_backward, of_norm)
-
-
-def _of_dropout(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
-    batch, sequence = shapes.batch, shapes.sequence
-    x = random(batch, sequence, shapes.hidden)
     site, samples = torch.tensor(12345), torch.arange(batch, device=device)
     starts, places = dropout.starts_of_keys(samples, site), torch.arange(sequence, device=device)
     of_rows = (starts, (shapes.heads, sequence), 0, places)
@@ -350,9 +217,6 @@ def _of_dropout(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     )
     del scores
 
-
-def _of_loss(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
     tokens, columns = shapes.tokens, shapes.vocabulary
     logits = random(tokens, columns)
     target = torch.randint(columns - 7, (tokens, 1), device=device)
@@ -372,32 +236,12 @@ def _of_loss(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Compar
         )
 
 
-def _of_rounding(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    random = _random(device)
-    form = (shapes.sequence, shapes.hidden)
-    out = torch.zeros(form, dtype=torch.int32, device=device)
-    number, shift = (torch.tensor(n, device=device) for n in ([12345, 3, 7919], 1 << 40))
-    yield "rounding's bits", Comparison(rounding._fill, (out, number, shift), limit=0.0)
-    bits = out.clone()
-    plain(rounding._fill)(bits, number, shift)
-    values = random(*form, dtype=torch.float32)
-    for half in (0, 1):
-        given = (random(*form), values, bits, half)
-        yield f"rounding, half {half}", Comparison(rounding.store_rounded, given, limit=0.0)
-
-
-def kernels(
-    given: Given,
-    some: Callable[[torch.device, Shapes], Iterator[tuple[str, Comparison]]] = of_most_models,
-) -> Row:
-    """Compares fused functions, forward and backward, with their plain forms in float64.
-
-    The package says which there are: the line differs if neither line compares one of them.
-    """
+def kernels(given: Given) -> Row:
+    """Compares every fused function, forward and backward, with its plain form in float64."""
     shapes = TINY if given.is_tiny else FULL
     rows: dict[str, Row] = {}
     with every_size_fused(), _fallbacks() as fallbacks:
-        for name, comparison in some(given.device, shapes):
+        for name, comparison in comparisons(given.device, shapes):
             rows[name] = {"error": error_of(comparison), "limit": comparison.limit}
             arguments = comparison.copied()
             rows[name] |= _cost(given, comparison, arguments)
@@ -408,10 +252,7 @@ def kernels(
         found = "too far off: " + ", ".join(f"{name} {rows[name]['error']:.1e}" for name in bad)
     if fallbacks:
         found += "; not compiled: " + "; ".join(fallbacks)
-    if left := not_compared():
-        found += f"; not compared: {', '.join(left)}"
-    figures = {"functions": rows, "fallbacks": fallbacks, "not_compared": left}
-    return judged(not (bad or fallbacks or left), found, figures)
+    return judged(not bad and not fallbacks, found, {"functions": rows, "fallbacks": fallbacks})
 
 
 def _cost(given: Given, comparison: Comparison, arguments: list[Any]) -> Row:

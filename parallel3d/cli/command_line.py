@@ -47,6 +47,7 @@ from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, Subcommand, refuse_op
 from parallel3d.cli.verbs import HELP, Verb
 from parallel3d.cli.words import last_of_each
 from parallel3d.commands import data as data_command
+from parallel3d.commands import slurm as slurm_command
 from parallel3d.commands.checkpoint import command as checkpoint_command
 from parallel3d.commands.from_run import (
     GENERATE,
@@ -117,6 +118,7 @@ FAMILIES: dict[str, tuple[Callable[[Sequence[str]], int], Mapping[str, Verb]]] =
     "init": (init, INIT_VERBS),
     "recipes": (recipes, RECIPES_VERBS),
     "report": (report, {"": REPORT_KEYS}),
+    "slurm": (slurm_command.slurm, slurm_command.VERBS),
 }
 ALL = (
     *SUBCOMMANDS,

@@ -178,6 +178,10 @@ SCRIPT_ABOUT = {
 # Subcommands that do not use Hydra; they print their own help.
 FAMILIES = {
     "report run=… run=…": "a page of runs: curves, restarts, time, memory, differences",
+    "slurm run|nodes|decide": (
+        "be a job of Slurm, as in slurm/train.sbatch; list the nodes that a run avoids; repeat the "
+        "decisions about its starts"
+    ),
     "checkpoint ls|verify|export|import|average|branch|diff": (
         "list, verify and compare checkpoints, exchange them with Hugging Face, branch off"
     ),

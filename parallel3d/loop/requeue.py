@@ -6,10 +6,8 @@ from parallel3d.build import Trainer
 from parallel3d.errors import print_line
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.run.directory import REQUEUE
 from parallel3d.run.launch import Worker
-
-# A file of this name in the run directory asks the batch script to requeue the job.
-REQUEUE = "requeue"
 
 
 def leave_marker(

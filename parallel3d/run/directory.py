@@ -255,6 +255,8 @@ def _schema() -> bytes:
 LEFT_S = 86400.0  # age in seconds of a temporary folder at which its creator counts as dead
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
+# A file of this name in the run directory asks the batch process to requeue the job.
+REQUEUE = "requeue"
 HOW = ("run", "train.progress", "launch.", "logger.")  # prefixes of keys that do not affect results
 
 

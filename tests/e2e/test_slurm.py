@@ -233,7 +233,7 @@ def test_a_disturbed_job_resumes_by_itself_to_the_undisturbed_result(
     assert job.state == "COMPLETED", story.output(name)
     # Only the killed rank is restarted on the job's node; the others are queued again.
     assert (job.restarts > 0) == (name != "array_1"), story.output(name)
-    assert ("; starting them again" in story.output(name)) == (name == "array_1")
+    assert ("; starting again" in story.output(name)) == (name == "array_1")
     run, undisturbed = run_of(job), SAME_AS.get(name, "undisturbed")
     assert f"run={run} resumes at step " in story.output(name)
     assert story.losses(run) == story.losses(undisturbed)
@@ -285,7 +285,7 @@ def test_a_cancelled_job_stays_cancelled(story: Story) -> None:
 def test_an_invalid_configuration_is_not_retried(story: Story) -> None:
     assert (story.of("wrong").state, story.of("wrong").restarts) == ("FAILED", 0)
     assert "tp=3" in story.output("wrong")
-    assert "starting them again" not in story.output("wrong")
+    assert "starting again" not in story.output("wrong")
     assert not story.run_dir(run_of(story.of("wrong"))).exists()
 
 

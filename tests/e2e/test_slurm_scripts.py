@@ -1,20 +1,25 @@
 """Tests slurm/train.sbatch and sweep.sbatch without Slurm: stubs stand in for its commands.
 
-This tests the scripts with folders that others made, with unusual names and paths, and with
-unreadable lines. test_slurm.py shows on a real Slurm that jobs resume.
+This tests the scripts and the batch process that they start with folders that others made, with
+unusual names and paths, and with unreadable lines. test_slurm.py shows on a real Slurm that jobs
+resume.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from parallel3d.slurm.job_state import JobState
 from tests.e2e.command import ROOT, Ended, Shell
 
 pytestmark = pytest.mark.nightly
@@ -22,7 +27,8 @@ pytestmark = pytest.mark.nightly
 TRAIN, SWEEP = (ROOT / "slurm" / name for name in ("train.sbatch", "sweep.sbatch"))
 REAL = shlex.join((sys.executable, "-m", "parallel3d"))
 # Each stub appends its arguments to a file of its own name, one line per call. srun acts as a rank
-# 0 that was preempted if MARKER is set, and `parallel3d` knows the given keys and three defaults.
+# 0 that was preempted if MARKER is set. `parallel3d` prints the keys that the batch process reads;
+# only `parallel3d slurm` is the real command.
 TOOLS = {
     "srun": """
         [[ $1 == --overlap ]] && exit
@@ -31,12 +37,15 @@ TOOLS = {
         exit 0""",
     "scontrol": 'echo "$*" >>scontrol.calls',
     "squeue": 'if [[ $* == *%o ]]; then echo "${SUBMITTED:-}"; else echo RUNNING None; fi',
-    "parallel3d": """
-        key=$5 value='' defaults=$'recovery.max_restarts=3\\nruns_dir=runs'
-        shift 5
-        while IFS= read -r word; do [[ $word == "$key="* ]] && value=${word#*=}; done \
-            < <(echo "$defaults"; printf '%s\\n' "$@")
-        [[ $value ]] && echo "$value\"""",
+    "parallel3d": f"""
+        [[ $1 == -m ]] && shift 2
+        [[ $1 == slurm ]] && exec {REAL} "$@"
+        printf '%s\\n' 'tp: 1' 'pp: 1' 'cp: 1' 'dp: null' 'runs_dir: runs'
+        echo 'recovery: {{max_restarts: 3, exclude_days: 7.0, heartbeat_s: 5.0}}'
+        echo 'launch: {{spares: 0}}'
+        run=null
+        for word in "$@"; do [[ $word == run=* ]] && run=${{word#run=}}; done
+        echo "run: $run\"""",
 }
 
 
@@ -70,13 +79,24 @@ def words_of_ranks(shell: Shell) -> list[str]:
     return call.split("|")[3:-1]
 
 
+def state(shell: Shell, **changes: Any) -> dict[str, Any]:
+    """Returns what the job keeps for its next start, after writing `changes` to it."""
+    path = shell.cwd / "logs" / "5" / "job.json"
+    if changes:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.chmod(0o700)
+        path.write_text(json.dumps(dataclasses.asdict(JobState()) | changes))
+    found = json.loads(path.read_text())
+    return {name: found[name] for name in ("starts", "in_row", "newest")}
+
+
 def test_a_job_ends_with_its_ranks_and_its_logs_are_private(shell: Shell, tools: Path) -> None:
     ended = job(shell, tools, TRAIN, "tp=2", "data.path=my 'books'/*")
     assert (ended.code, ended.err) == (0, "")
     words = ["parallel3d", "train", "tp=2", "data.path=my 'books'/*", "run=job-5"]
     assert words_of_ranks(shell) == words
     assert (shell.cwd / "logs" / "5").stat().st_mode & 0o777 == 0o700
-    assert (shell.cwd / "logs" / "5" / "starts").read_text() == "1 1 \n"
+    assert state(shell) == {"starts": 1, "in_row": 1, "newest": ""}
 
 
 def test_a_script_of_the_users_own_is_run_in_place_of_the_command(
@@ -112,16 +132,13 @@ def test_a_folder_of_logs_that_others_may_write_is_refused(
 
 
 def test_text_in_counter_files_is_not_executed(shell: Shell, tools: Path) -> None:
-    logs = shell.cwd / "logs" / "5"
-    logs.mkdir(parents=True, mode=0o700)
-    logs.chmod(0o700)
-    (logs / "starts").write_text("job[$(touch${IFS}PLANTED)] 0 none\n")
+    state(shell, starts="job[$(touch${IFS}PLANTED)]", newest="$(touch PLANTED)")
     assert job(shell, tools, TRAIN, "run=r").code == 0
     assert not (shell.cwd / "PLANTED").exists()
-    assert (logs / "starts").read_text() == "1 1 \n"
-    # The script counts onwards from the number that it wrote.
+    assert state(shell) == {"starts": 1, "in_row": 1, "newest": ""}
+    # The batch process counts onwards from the number that it wrote.
     assert job(shell, tools, TRAIN, "run=r").code == 0
-    assert (logs / "starts").read_text() == "2 2 \n"
+    assert state(shell) == {"starts": 2, "in_row": 2, "newest": ""}
 
 
 def test_a_preempted_job_is_requeued_wherever_its_runs_are(shell: Shell, tools: Path) -> None:
@@ -130,15 +147,12 @@ def test_a_preempted_job_is_requeued_wherever_its_runs_are(shell: Shell, tools: 
     deep = shell.cwd / ("long and " * 12 + "'quoted'")
     environ = {"DEEP": str(deep), "MARKER": str(deep / "runs" / "custom-7" / "requeue")}
     words = ("runs_dir=${oc.env:DEEP}/runs", "run=${logger.project}-7", "logger.project=custom")
-    logs = shell.cwd / "logs" / "5"
     (deep / "runs" / "custom-7" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    logs.mkdir(parents=True)
-    logs.chmod(0o700)
     # The state is that after four starts without progress, but there is a checkpoint now.
-    (logs / "starts").write_text("4 4 step-00000010\n")
+    state(shell, starts=4, in_row=4, newest="step-00000010")
     ended = job(shell, tools, TRAIN, *words, PARALLEL3D=REAL, **environ)
     assert (ended.code, calls(shell, "scontrol")) == (0, ["requeue 5"]), ended.err
-    assert (logs / "starts").read_text() == "5 1 step-00000020\n"
+    assert state(shell) == {"starts": 5, "in_row": 1, "newest": "step-00000020"}
     assert not [path for path in shell.cwd.iterdir() if path.name.startswith("$")]
 
 

@@ -64,7 +64,6 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     for name in ("losses", "losses experts", "losses experts bf16"):
         assert found[name]["off"] == {"loss": 0.0, "grad_norm": 0.0}, name
     assert len(found["kernels"]["functions"]) == 23
-    assert len(found["kernels of others"]["functions"]) == 22
     assert found["addmm"]["two_steps_error"] > 1e-4  # the limit for the error of one step
     assert found["adamw"]["writes_gradient"] is True
     assert len(found["attention"]["cases"]) == 2
@@ -264,24 +263,6 @@ def test_a_wrong_kernel_is_named(
     found = first_values.kernels(given(tmp_path))
     assert found["verdict"] == "DIFFERS"
     assert found["found"].startswith(f"too far off: {named}") and "," not in found["found"]
-
-
-def test_every_fused_function_of_the_package_is_compared() -> None:
-    every = first_values.fused_functions()
-    assert len(every) >= 40 and "parallel3d.models.dropout.row_keys" in every
-    assert first_values.not_compared() == []
-
-
-def test_a_fused_function_that_no_line_compares_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_values, "_of_rounding", lambda device, shapes: iter(()))
-    found = first_values.kernels(given(tmp_path))
-    assert found["verdict"] == "DIFFERS"
-    assert found["found"].endswith(
-        "; not compared: parallel3d.parameters.rounding._fill, "
-        "parallel3d.parameters.rounding.store_rounded"
-    )
 
 
 def test_the_memory_that_a_kernel_writes_into_is_compared(

@@ -1,0 +1,206 @@
+"""Builds the command lines of srun, scontrol and squeue, and calls them with time limits.
+
+The limits exist because a controller that is busy or gone may not answer for minutes, and the batch
+process must go on. tests/e2e/test_slurm_nodes.py shows on a real Slurm why the options are these.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from parallel3d.errors import UserError, first_line
+from parallel3d.topology.cluster.slurm import expand_hostlist, expand_tasks_per_node
+
+ANSWER_S = 60.0  # limit of a question to the controller
+TIMED_OUT = 124  # as of timeout(1)
+# Ranks that are left so long after the first one has ended are killed: NCCL waits for dead peers.
+LAST_RANKS_S = 30
+
+# The command of each rank, after the folder of its log. A signal during its start would kill the
+# rank: it is blocked until the rank can handle it, or ignored if coreutils are older than 8.31.
+RANK = """
+logs=$1; shift
+((SLURM_PROCID == 0)) || exec >"$logs/rank-$SLURM_PROCID.log" 2>&1
+hold=(env --block-signal=USR1 --block-signal=USR2)
+"${hold[@]}" true 2>/dev/null || { hold=(); trap "" USR1 USR2; }
+exec "${hold[@]}" "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job of Slurm, as its batch script sees it.
+
+    Attributes:
+        job: the number that squeue and scontrol take. An element of an array has the form 12_3: one
+            element of an array has the number of the whole array as its SLURM_JOB_ID.
+        number: SLURM_JOB_ID, which the processes of the job have.
+        host: the node of this process.
+        nodes: the nodes, in Slurm's order.
+        tasks: number of ranks on each node; {} if Slurm does not say it.
+        is_whole: whether the job has all nodes and tasks that its variables speak of.
+    """
+
+    job: str
+    number: str
+    name: str
+    host: str
+    nodes: tuple[str, ...]
+    tasks: Mapping[str, int]
+    is_whole: bool = True
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Allocation:
+        """Returns the job of this batch script. Raises UserError outside of one."""
+        number = environ.get("SLURM_JOB_ID")
+        if not number:
+            raise UserError(
+                "parallel3d slurm run is the process of a batch script, and SLURM_JOB_ID is not "
+                "set: sbatch slurm/train.sbatch submits one"
+            )
+        element = environ.get("SLURM_ARRAY_TASK_ID")
+        job = environ.get("SLURM_ARRAY_JOB_ID", number) + (f"_{element}" if element else "")
+        host = environ.get("SLURMD_NODENAME") or os.uname().nodename
+        listed = environ.get("SLURM_JOB_NODELIST")
+        nodes = tuple(expand_hostlist(listed, "SLURM_JOB_NODELIST")) if listed else (host,)
+        name = environ.get("SLURM_JOB_NAME", "job")
+        return cls(job, number, name, host, nodes, _tasks(nodes, environ))
+
+    def without(self, nodes: Sequence[str]) -> Allocation:
+        """Returns the job after it has given up these nodes."""
+        kept = tuple(node for node in self.nodes if node not in nodes)
+        return replace(self, nodes=kept, is_whole=False)
+
+
+def _tasks(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
+    each = environ.get("SLURM_NTASKS_PER_NODE", "")
+    if each.isdecimal():
+        return dict.fromkeys(nodes, int(each))
+    listed = environ.get("SLURM_TASKS_PER_NODE")
+    # If the user has not asked for tasks, Slurm lists CPUs there, and srun starts one task a node.
+    if not listed or not (environ.get("SLURM_NTASKS") or environ.get("SLURM_NPROCS")):
+        return dict.fromkeys(nodes, 1)
+    counts = expand_tasks_per_node(listed)
+    return dict(zip(nodes, counts, strict=True)) if len(counts) == len(nodes) else {}
+
+
+# Command lines
+
+
+def of_ranks(
+    allocation: Allocation,
+    nodes: Sequence[str],
+    logs: str,
+    command: Sequence[str],
+    *,
+    beside: bool,
+) -> list[str]:
+    """Returns the command line of the step of the ranks, on these nodes.
+
+    On all nodes of a whole job it leaves their numbers to Slurm, so that any way to ask sbatch for
+    tasks works. `beside` lets it overlap the guards, and the step of the last start, of which a
+    lost node may hold a part.
+    """
+    words = ["srun", *(["--overlap"] if beside else [])]
+    words += ["--kill-on-bad-exit=0", f"--wait={LAST_RANKS_S}"]
+    if not allocation.is_whole or tuple(nodes) != allocation.nodes:
+        tasks = [allocation.tasks.get(node, 1) for node in nodes]
+        words += [f"--nodes={len(nodes)}", f"--ntasks={sum(tasks)}"]
+        words += [f"--ntasks-per-node={max(tasks)}", f"--nodelist={','.join(nodes)}"]
+    return [*words, "bash", "-c", RANK, "rank", logs, *command]
+
+
+def on_node(node: str, *command: str) -> list[str]:
+    """Returns the command line of a step of one task on one node, beside all others.
+
+    A step over several nodes is aborted on all of them if one is dead.
+    """
+    alone = ("--overlap", "--no-kill", "--wait=0", "--kill-on-bad-exit=0")
+    here = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}")
+    return ["srun", *alone, *here, *command]
+
+
+# Questions and orders to the controller
+
+
+@dataclass(frozen=True)
+class Said:
+    """The output of a command; `code` is TIMED_OUT if it did not end in time."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def reason(self) -> str:
+        """The last line of its errors."""
+        lines = self.err.strip().splitlines()
+        return lines[-1].removeprefix("scontrol: ") if lines else f"code {self.code}"
+
+
+def call(*words: str, limit_s: float = ANSWER_S, folder: str | None = None) -> Said:
+    """Runs a command in limited time; a command that is missing gives code 127."""
+    try:
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Said(TIMED_OUT, "", f"{words[0]} has not answered for {limit_s:g} s")
+    except OSError as error:
+        return Said(127, "", f"{words[0]}: {first_line(error)}")
+    out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    return Said(done.returncode, out, err)
+
+
+def state_and_reason(job: str) -> tuple[str, str]:
+    """Returns a job's state and its reason; ("", "") if squeue does not answer."""
+    said = call("squeue", "-h", "-t", "all", "-j", job, "-o", "%T %r")
+    state, _, reason = said.out.strip().partition(" ")
+    return state, reason.strip()
+
+
+def states_of(nodes: Sequence[str]) -> dict[str, str]:
+    """Returns Slurm's word for the state of each node, such as MIXED+DRAIN; some may be missing."""
+    said = call("scontrol", "--oneliner", "show", "node", ",".join(nodes), limit_s=10)
+    found = {}
+    for line in said.out.splitlines():
+        name, state = (re.search(rf"\b{key}=(\S+)", line) for key in ("NodeName", "State"))
+        if name and state:
+            found[name[1]] = state[1]
+    return found
+
+
+def release(job: str, kept: Sequence[str]) -> Said:
+    """Makes a running job give up all nodes but `kept`. A site may forbid that.
+
+    scontrol writes scripts with new variables into its folder, which nobody needs: each step is
+    given its nodes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("scontrol", "update", f"JobId={job}", f"NodeList={','.join(kept)}")
+        return call(*words, limit_s=30, folder=folder)
+
+
+def requeue(job: str) -> Said:
+    return call("scontrol", "requeue", job)
+
+
+def exclude(job: str, nodes: Sequence[str]) -> Said:
+    """Keeps these nodes, beside those of before, out of the next start of a requeued job.
+
+    Slurm takes this only while the job is pending.
+    """
+    already = call("squeue", "-h", "-t", "all", "-j", job, "-o", "%x", limit_s=10).out.strip()
+    listed = [word for word in (already, *nodes) if word and word not in ("n/a", "(null)")]
+    words = ("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(listed)}")
+    return call(*words, limit_s=10)

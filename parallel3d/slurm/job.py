@@ -1,0 +1,600 @@
+"""Runs a training job under Slurm, as the process of its batch script, until the run has ended.
+
+It starts the ranks, waits for them, decides how to go on (`decide`), and starts them again: on the
+same nodes, on others of the job, or after a requeue. It imports no torch, because it lives as long
+as the job. tests/e2e/test_slurm_recovery.py shows on a real Slurm what becomes of jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from parallel3d.comm.store import SECRET
+from parallel3d.errors import UserError, print_line
+from parallel3d.faults.progress import PROGRESS
+from parallel3d.metrics import recovery_log
+from parallel3d.metrics.recovery_log import RecoveryLine
+from parallel3d.metrics.starts import STARTS, starts_of
+from parallel3d.run import failure
+from parallel3d.run.checks import START_VARIABLE
+from parallel3d.run.directory import PLACEMENT_FILE, REQUEUE, keep_failures
+from parallel3d.run.failure import RankFailure, root_cause
+from parallel3d.run.launch import within
+from parallel3d.slurm import commands, nodes
+from parallel3d.slurm.commands import Allocation
+from parallel3d.slurm.decide import (
+    Answer,
+    Decision,
+    Ended,
+    Evidence,
+    Inputs,
+    Limits,
+    decide,
+    line_of,
+    merged,
+)
+from parallel3d.slurm.guards import (
+    ANSWER_S,
+    FIRST_ANSWER_S,
+    LEAVE_S,
+    RECORDS_OF_DEAD_S,
+    RECORDS_S,
+    Guards,
+    end_steps,
+)
+from parallel3d.slurm.job_state import JobState, private_folder
+from parallel3d.slurm.train_keys import TrainKeys, asked
+from parallel3d.slurm.verdict import Verdict
+from parallel3d.text import count
+from parallel3d.topology.placed_ranks import rank_of_launch
+
+ASKING = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
+TERMINATED_S = 20.0  # after a requeue, until Slurm ends this process
+POLL_S = 1.0  # between looks whether the ranks have made the run's folder
+SAID = 8  # lines of other ranks that are repeated
+TRAIN = "PARALLEL3D_TRAIN"  # a command that is run in place of `parallel3d train`
+
+
+@dataclass
+class Signals:
+    """The signals that this process has received.
+
+    Attributes:
+        asked: name of the last one that asked the job to stop; None without one.
+        terminated: whether SIGTERM came, as after a requeue.
+        step: the srun of the ranks, to which they are passed on; None while no rank runs.
+        woken: called after a signal.
+    """
+
+    asked: str | None = None
+    terminated: bool = False
+    step: subprocess.Popen[bytes] | None = None
+    woken: Callable[[], None] = lambda: None
+
+    def install(self) -> None:
+        for number in ASKING:
+            signal.signal(number, self._come)
+        signal.signal(signal.SIGCHLD, lambda number, frame: self.woken())
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        self.terminated |= number == signal.SIGTERM
+        self.pass_on()
+        self.woken()
+
+    def pass_on(self) -> None:
+        """Asks the ranks to save and end; srun passes the signal on to them."""
+        # `poll` is avoided: it reaps the process, and this handler may interrupt a reap.
+        if self.step is not None and self.step.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.step.pid, signal.SIGUSR1)
+
+
+@dataclass
+class Times:
+    """Unix times of the last end, from which `recovery.jsonl` has its seconds."""
+
+    failed_at: float | None = None
+    noticed: float | None = None
+    over: float | None = None
+    probed: float | None = None
+
+    def seconds(self, now: float) -> dict[str, float]:
+        marks = {"detect": self.failed_at, "end": self.noticed, "probe": self.over}
+        ends = (self.noticed, self.over, self.probed)
+        found = {
+            name: max(0.0, end - begin)
+            for (name, begin), end in zip(marks.items(), ends, strict=True)
+            if begin is not None and end is not None
+        }
+        return found if self.probed is None else found | {"decide": max(0.0, now - self.probed)}
+
+
+def run(words: Sequence[str], signals: Signals) -> int:
+    """Runs the job of this batch script with the overrides `words`; returns its exit code.
+
+    Raises UserError, and SystemExit after the train command has said why it cannot work.
+    """
+    allocation = Allocation.of(os.environ)
+    _set_environment()
+    keys = asked(train_command(os.environ), words, allocation.name, allocation.job)
+    folder = private_folder(allocation.job)
+    if folder is None:
+        where = Path.cwd() / "logs" / allocation.job
+        print_line(
+            f"{where} is not a folder that belongs to you alone: remove it, or submit elsewhere"
+        )
+        return 1
+    state = JobState.read(folder)
+    if not state.nodes:  # of a first start
+        tasks = set(allocation.tasks.values())
+        state.nodes, state.tasks = len(allocation.nodes), tasks.pop() if len(tasks) == 1 else 0
+        state.steps_begun = len(starts_of(keys.run_dir / STARTS))
+    elif len(allocation.nodes) < state.nodes and state.tasks:
+        # Slurm counts the tasks of the nodes that the job had before, if it has given up some.
+        tasks_of = dict.fromkeys(allocation.nodes, state.tasks)
+        allocation = replace(allocation, tasks=tasks_of, is_whole=False)
+    needed = _needed(keys, allocation, state)
+    return Batch(allocation, keys, needed, state, folder, signals).run()
+
+
+def train_command(environ: Mapping[str, str]) -> list[str]:
+    """Returns the words of the command that trains, which each rank runs."""
+    return environ.get(TRAIN, "").split() or [
+        *environ.get("PARALLEL3D", "parallel3d").split(),
+        "train",
+    ]
+
+
+def _set_environment() -> None:
+    """Sets the variables that all steps inherit."""
+    environ = os.environ
+    cpus = environ.get("SLURM_CPUS_PER_TASK")
+    if not environ.get("OMP_NUM_THREADS"):
+        environ["OMP_NUM_THREADS"] = cpus or "1"
+    if cpus:
+        environ["SRUN_CPUS_PER_TASK"] = cpus  # since 22.05 srun ignores sbatch's number
+    # Messages in the ranks' store are signed with this. A requeued job has a new one.
+    if not environ.get(SECRET):
+        environ[SECRET] = secrets.token_hex(16)
+
+
+def _needed(keys: TrainKeys, allocation: Allocation, state: JobState) -> int:
+    """Returns the number of nodes on which ranks run. Raises UserError for too many spares."""
+    spares, total = keys.spares, state.nodes
+    if not spares:
+        return total
+    if spares >= total:
+        raise UserError(
+            f"launch.spares={spares} leaves no node for ranks, as the job has "
+            f"{count(total, 'node')}: it must be from 0 to {total - 1}, and the nearest is "
+            f"launch.spares={total - 1}"
+        )
+    tasks = state.tasks
+    if not tasks:
+        raise UserError(
+            f"launch.spares={spares} needs the same number of tasks on each node: submit with "
+            "--ntasks-per-node"
+        )
+    if keys.ranks is not None and keys.ranks != (total - spares) * tasks:
+        fits = [n for n in range(total) if (total - n) * tasks == keys.ranks]
+        nearest = f"; the nearest is launch.spares={fits[0]}" if fits else ""
+        sizes = " · ".join(f"{name}={size}" for name, size in keys.sizes.items() if size > 1)
+        raise UserError(
+            f"launch.spares={spares} leaves {total - spares} of {total} nodes with "
+            f"{(total - spares) * tasks} tasks, but the layout ({sizes}) has {keys.ranks} ranks"
+            f"{nearest}"
+        )
+    return total - spares
+
+
+@dataclass
+class Batch:
+    """One job, from the start of its batch script to the end of that.
+
+    Attributes:
+        needed: number of nodes on which ranks run.
+        may_release: whether Slurm lets the job give up nodes, as far as is known.
+        used: the nodes of the last start.
+        lines: lines of `recovery.jsonl` for which the run has no folder yet.
+        silent: nodes that are thought lost since the last end.
+    """
+
+    allocation: Allocation
+    keys: TrainKeys
+    needed: int
+    state: JobState
+    folder: Path
+    signals: Signals
+    may_release: bool = True
+    used: tuple[str, ...] = ()
+    lines: list[RecoveryLine] = field(default_factory=list)
+    silent: frozenset[str] = frozenset()
+    times: Times = field(default_factory=Times)
+    guards: Guards | None = None
+
+    def run(self) -> int:
+        ended: Ended | None = None
+        while True:
+            if self.signals.asked is not None:
+                asked = f"{self.signals.asked} came while no rank was running"
+                return self._requeue(f"{asked}; the job is queued again", 1)
+            decision = self._next(ended)
+            if self.signals.asked is not None and decision.action == "run":
+                self._end_guards(0.0)
+                continue
+            if decision.action != "run":
+                self._end_guards(0.0)
+                return self._leave(decision)
+            ended = self._start(decision)
+
+    # Before a start
+
+    @property
+    def has_guards(self) -> bool:
+        return self.keys.heartbeat_s > 0 and len(self.allocation.nodes) > 1
+
+    def _next(self, ended: Ended | None) -> Decision:
+        """Decides how to go on, and makes the job give up nodes that are lost."""
+        self.state.see_checkpoints(self.keys.run_dir)
+        inputs = self._inputs(ended)
+        if ended is None:
+            self.times.over = time.time()
+        else:
+            decision = decide(inputs)
+            # Nobody needs to ask the nodes.
+            if decision.action in ("done", "stop") or ended.saved_and_asked or ended.asked:
+                return self._taken(inputs, decision)
+        inputs = replace(
+            inputs, answers=self._answers(ended), states=self._states(), now=time.time()
+        )
+        self.times.probed = time.time()
+        decision = decide(inputs)
+        if decision.release and self.signals.asked is None and not self._release(decision.release):
+            # Slurm will end the job when it misses the node; a requeue asks for others.
+            inputs = replace(inputs, limits=self._limits())
+            decision = decide(inputs)
+        return self._taken(inputs, decision)
+
+    def _inputs(self, ended: Ended | None) -> Inputs:
+        now = time.time()
+        found = nodes.read(self.keys.run_dir, now, self.keys.exclude_days, print_line)
+        state = self.state
+        return Inputs(
+            start=state.starts + 1,
+            now=now,
+            batch_host=self.allocation.host,
+            nodes=self.allocation.nodes,
+            needed=self.needed,
+            limits=self._limits(),
+            used=self.used,
+            ended=ended,
+            previous=state.cause,
+            history=merged(found, state.history),
+            starts_in_row=state.in_row,
+            replaced_in_row=state.replaced,
+            requeued_for=state.requeued_for,
+        )
+
+    def _limits(self) -> Limits:
+        return Limits(
+            max_restarts=self.keys.max_restarts,
+            spares=self.keys.spares,
+            exclude_days=self.keys.exclude_days,
+            may_release=self.may_release,
+        )
+
+    def _answers(self, ended: Ended | None) -> Mapping[str, Answer] | None:
+        """Starts the guards of the next start, and returns their nodes' answers.
+
+        Without guards the nodes are asked after a failure only, and a job of one node never.
+        """
+        if len(self.allocation.nodes) == 1:
+            return None
+        if not self.has_guards:
+            return None if ended is None else self._alive()
+        logs = self._logs(self.state.starts + 1)
+        self.guards = Guards(
+            self.allocation,
+            self.state.starts + 1,
+            self.keys.heartbeat_s,
+            _self_test(os.environ),
+            logs,
+            print_line,
+        )
+        self.signals.woken = self.guards.collector.wake
+        limit_s = FIRST_ANSWER_S if ended is None else ANSWER_S
+        found = self.guards.answers(self.silent, limit_s, lambda: self.signals.asked is not None)
+        return {node: Answer(answer.ok, answer.why) for node, answer in found.items()}
+
+    def _alive(self) -> dict[str, Answer]:
+        """Returns the nodes on which Slurm can start a task."""
+        steps = {
+            node: subprocess.Popen(commands.on_node(node, "true"), stdin=subprocess.DEVNULL)
+            for node in self.allocation.nodes
+        }
+        end_steps(steps.values(), 15.0)
+        return {node: Answer(ok=True) for node, step in steps.items() if step.returncode == 0}
+
+    def _states(self) -> dict[str, str]:
+        members = dict.fromkeys((*self.allocation.nodes, *self.used))
+        return commands.states_of(list(members)) if len(members) > 1 else {}
+
+    def _release(self, lost: Sequence[str]) -> bool:
+        """Makes the job give up nodes; returns whether Slurm allowed it."""
+        kept = self.allocation.without(lost)
+        said = commands.release(self.allocation.job, kept.nodes)
+        if said.code:
+            self.may_release = False
+            print_line(
+                f"Slurm does not let the job give up {', '.join(lost)} ({said.reason}), and will "
+                "end the job when it misses a node"
+            )
+            return False
+        self.allocation = kept
+        return True
+
+    def _taken(self, inputs: Inputs, decision: Decision) -> Decision:
+        """Keeps a decision: in the job's state, in the run's files, and on the screen."""
+        state, now = self.state, time.time()
+        if inputs.ended is not None:
+            state.cause = inputs.ended.cause
+        state.in_row, state.replaced = decision.starts_in_row, decision.replaced_in_row
+        state.history = merged(state.history, decision.history)
+        self.lines.append(
+            line_of(
+                inputs,
+                decision,
+                failed_at=self.times.failed_at,
+                seconds=self.times.seconds(now),
+            )
+        )
+        self.times = Times()
+        self._write_files()
+        is_smooth = decision.how == "first" and not decision.history and not decision.release
+        if decision.action == "stop" or (decision.action == "run" and not is_smooth):
+            print_line(f"run={self.keys.run}: {decision.sentence}")
+        if decision.action == "run":
+            state.starts += 1
+            with suppress(OSError):
+                keep_failures(self.keys.run_dir)
+        self._write_state()
+        return decision
+
+    def _write_files(self) -> None:
+        """Writes into the run's folder what has waited for it; a start makes the folder."""
+        run_dir, now = self.keys.run_dir, time.time()
+        if not (self.lines or self.state.history) or not run_dir.is_dir():
+            return
+        for line in self.lines:
+            recovery_log.append(run_dir, line, print_line)
+        self.lines = []
+        if self.state.history:
+            nodes.add(run_dir, self.state.history, now, self.keys.exclude_days, print_line)
+            self.state.history = {}
+
+    def _write_state(self) -> None:
+        try:
+            self.state.write(self.folder)
+        except OSError as error:
+            print_line(
+                f"{self.folder} cannot be written ({error.strerror}), so this job will not know "
+                "after a requeue how often it has started"
+            )
+
+    def _logs(self, start: int) -> Path:
+        logs = self.folder / str(start)
+        logs.mkdir(exist_ok=True)
+        return logs
+
+    # A start
+
+    def _start(self, decision: Decision) -> Ended:
+        """Runs the ranks to their end, and returns what became of them."""
+        number, keys = self.state.starts, self.keys
+        logs, marker = self._logs(number), keys.run_dir / REQUEUE
+        with suppress(OSError):
+            marker.unlink()
+        environ = os.environ | {START_VARIABLE: str(number)}
+        if self.guards is not None:
+            environ[PROGRESS] = self.guards.folder
+            self.guards.collector.watch(decision.nodes)
+        command = [*train_command(os.environ), *keys.words, *decision.words]
+        words = commands.of_ranks(
+            self.allocation, decision.nodes, str(logs), command, beside=self.guards is not None
+        )
+        self.used = decision.nodes
+        step = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environ)
+        self.signals.step = step
+        if self.signals.asked is not None:
+            self.signals.pass_on()
+        verdict = self._watch(step)
+        self.times.noticed = time.time()
+        by_itself = self._end(step, verdict)
+        self.times.over = time.time()
+        self.signals.step = None
+        self._repeat_others(logs)
+        return self._ended(step.returncode if by_itself else 1, by_itself, verdict, marker)
+
+    def _watch(self, step: subprocess.Popen[bytes]) -> Verdict | None:
+        """Waits until the ranks have ended, or must be ended, which is the verdict."""
+        while self.guards is None:
+            with suppress(subprocess.TimeoutExpired):
+                step.wait(POLL_S if self.lines else None)
+                return None
+            self._write_files()
+        while step.poll() is None:
+            self._write_files()
+            verdict = self.guards.wait(1.0)
+            if verdict is not None:
+                return verdict
+            spares = self.guards.collector.dead_spares - self.silent
+            if spares & set(self.allocation.nodes):
+                self._give_up(spares & set(self.allocation.nodes))
+        return self.guards.collector.verdict
+
+    def _give_up(self, spares: frozenset[str] | set[str]) -> None:
+        """Gives up silent spares before Slurm misses them and ends the job."""
+        self.silent |= spares
+        names = sorted(spares)
+        why, now = "fell silent while it was a spare", time.time()
+        entry = (Evidence(why, now, self.state.starts, decisive=True),)
+        self.state.history = merged(self.state.history, dict.fromkeys(names, entry))
+        self._write_files()
+        self._write_state()
+        if self._release([name for name in names if name != self.allocation.host]):
+            print_line(
+                f"run={self.keys.run}: {', '.join(names)} {why}; the job gives it up, and "
+                "training goes on"
+            )
+
+    def _end(self, step: subprocess.Popen[bytes], verdict: Verdict | None) -> bool:
+        """Ends what is left of a start; returns whether srun ended by itself."""
+        if self.guards is not None:
+            patience = 0.0 if verdict is None else RECORDS_S
+            if verdict is not None and verdict.dead:
+                patience = RECORDS_OF_DEAD_S
+            self.silent = self.guards.end(patience)
+            self.guards = None
+            self.signals.woken = lambda: None
+        with suppress(subprocess.TimeoutExpired):
+            step.wait(LEAVE_S)
+        by_itself = step.poll() is not None
+        end_steps([step], 0.0)
+        return by_itself and step.returncode >= 0
+
+    def _end_guards(self, patience: float) -> None:
+        if self.guards is not None:
+            self.guards.end(patience)
+            self.guards = None
+            self.signals.woken = lambda: None
+
+    def _repeat_others(self, logs: Path) -> None:
+        """Prints what ranks other than the first have said."""
+        said: list[str] = []
+        for path in sorted(logs.glob("rank-*.log")):
+            with suppress(OSError):
+                lines = path.read_text("utf-8", "replace").splitlines()
+                said += [line for line in lines if line.startswith("parallel3d: ")]
+        for line in said[:SAID]:
+            print_line(line.removeprefix("parallel3d: "))
+
+    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> Ended:
+        cause = None
+        if code or verdict is not None:
+            cause = self._cause(code, by_itself, verdict)
+        reached = len(starts_of(self.keys.run_dir / STARTS)) > self.state.steps_begun
+        if cause is not None:
+            self.times.failed_at = cause.time
+        elif verdict is not None:
+            self.times.failed_at = verdict.failed_at
+        asked = self.signals.asked
+        if asked is None and code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
+            asked = signal.Signals(code - 128).name
+        return Ended(
+            code=code,
+            saved_and_asked=marker.is_file(),
+            asked=asked,
+            cause=cause,
+            dead=() if verdict is None else verdict.dead,
+            first=not reached,
+        )
+
+    def _cause(self, code: int, by_itself: bool, verdict: Verdict | None) -> RankFailure | None:
+        """Returns the failure that caused the others, from the ranks' records and the verdict."""
+        run_dir = self.keys.run_dir
+        none: list[RankFailure] = []
+        found = within(DISK_S, lambda: failure.read_all(run_dir), none)
+        if verdict is not None:
+            known = {record.rank for record in found}
+            error = (
+                f"has sent no beat for {verdict.silent_s:.0f} s, and no step has ended for "
+                f"{verdict.still_s:.0f} s"
+            )
+            found += [failure.of_node(node, error, verdict.failed_at) for node in verdict.dead]
+            for node, launched in verdict.gone:
+                rank = rank_of_launch(run_dir / PLACEMENT_FILE, launched)
+                if rank not in known:
+                    found.append(self._gone(node, rank, code if by_itself else 0, verdict))
+        return root_cause(found) if found else None
+
+    def _gone(self, node: str, rank: int, code: int, verdict: Verdict) -> RankFailure:
+        """Returns the failure of a rank whose process is away, and which has left no record."""
+        ranks = sum(self.allocation.tasks.get(each, 1) for each in self.used)
+        error = "ended without a word"
+        if code > 128 and code - 128 in {number.value for number in signal.Signals}:
+            error = f"was killed by {signal.Signals(code - 128).name}"
+        coordinates = failure.coordinates_of(self.keys.layout(ranks), rank)
+        return RankFailure(rank, coordinates, node, "", error, verdict.failed_at, "killed")
+
+    # The end
+
+    def _leave(self, decision: Decision) -> int:
+        if decision.action != "requeue":
+            return decision.code
+        return self._requeue(decision.sentence, decision.code, decision.exclude)
+
+    def _requeue(self, sentence: str, code: int, avoided: Sequence[str] = ()) -> int:
+        """Queues the job again, unless it was cancelled or Slurm queues it again itself.
+
+        A job at its time limit is still ending at this point, and would not be queued again.
+        Returns the exit code.
+        """
+        job, run = self.allocation.job, self.keys.run
+        state, reason = commands.state_and_reason(job)
+        if not state:
+            before = sentence.removesuffix("; the job is queued again")
+            print_line(
+                f"run={run}: {before}, but squeue does not answer; scontrol requeue {job} queues "
+                "the job again"
+            )
+        if state != "RUNNING" and reason != "TimeLimit":
+            return code
+        self.state.requeued_for = tuple(dict.fromkeys((*self.state.requeued_for, *avoided)))
+        self._write_state()
+        print_line(f"run={run}: {sentence}")
+        self.signals.terminated = False
+        said = commands.requeue(job)
+        if said.code and not self.signals.terminated:
+            print_line(f"scontrol requeue {job} failed: {said.reason}")
+        elif avoided:
+            self._exclude(avoided)
+        return code
+
+    def _exclude(self, avoided: Sequence[str]) -> None:
+        """Keeps nodes out of the next start, while Slurm ends this one.
+
+        Slurm takes it from the moment at which it ends this script, and kills this process
+        `KillWait` seconds later.
+        """
+        deadline = time.monotonic() + TERMINATED_S
+        while not self.signals.terminated and time.monotonic() < deadline:
+            time.sleep(0.05)
+        said = commands.exclude(self.allocation.job, avoided)
+        while said.code and time.monotonic() < deadline:
+            time.sleep(0.5)
+            said = commands.exclude(self.allocation.job, avoided)
+        if said.code:
+            print_line(
+                f"Slurm does not leave out {', '.join(avoided)} ({said.reason}); the next start "
+                "does not use it unless it must"
+            )
+
+
+def _self_test(environ: Mapping[str, str]) -> list[str]:
+    """Returns the command of a node's self-test."""
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    words = [sys.executable, "-m", "parallel3d.host.self_test"]
+    return [*words, "--gpus", gpus] if re.fullmatch("[0-9]{1,3}", gpus) else words

@@ -1,0 +1,93 @@
+"""Tests the command lines of steps: on which nodes they run, with how many tasks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.slurm.commands import TIMED_OUT, Allocation, call, of_ranks, on_node
+from parallel3d.slurm.train_keys import plain_name
+
+FOUR = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "big",
+    "SLURMD_NODENAME": "n1",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_NTASKS_PER_NODE": "8",
+}
+
+
+def options(words: list[str]) -> list[str]:
+    return words[: words.index("bash")]
+
+
+def test_a_batch_script_knows_its_job_and_its_nodes() -> None:
+    job = Allocation.of(FOUR)
+    assert (job.job, job.number, job.host, job.nodes) == ("7", "7", "n1", ("n1", "n2", "n3", "n4"))
+    assert job.tasks == dict.fromkeys(job.nodes, 8)
+    with pytest.raises(UserError, match="SLURM_JOB_ID is not set: sbatch"):
+        Allocation.of({})
+
+
+def test_the_last_element_of_an_array_is_not_the_whole_array() -> None:
+    """It has the array's number as SLURM_JOB_ID, and a requeue of that would be one of all."""
+    array = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert Allocation.of(array).job == "12_3"
+
+
+@pytest.mark.parametrize(
+    ("given", "tasks"),
+    [
+        ({"SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "2(x2),1(x2)"}, [2, 2, 1, 1]),
+        ({"SLURM_TASKS_PER_NODE": "64(x4)"}, [1, 1, 1, 1]),  # CPUs, as nobody has asked for tasks
+        ({}, [1, 1, 1, 1]),
+    ],
+)
+def test_tasks_of_each_node_are_those_that_the_user_asked_for(
+    given: dict[str, str], tasks: list[int]
+) -> None:
+    environ = {key: value for key, value in FOUR.items() if key != "SLURM_NTASKS_PER_NODE"}
+    assert list(Allocation.of(environ | given).tasks.values()) == tasks
+
+
+def test_ranks_run_on_the_chosen_nodes_and_no_others() -> None:
+    job = Allocation.of(FOUR)
+    words = options(of_ranks(job, ("n1", "n2", "n4"), "logs", ["parallel3d"], beside=True))
+    assert {"--nodelist=n1,n2,n4", "--nodes=3", "--ntasks=24", "--ntasks-per-node=8"} <= set(words)
+    assert "--overlap" in words  # beside the lost part of the last step
+
+
+def test_a_whole_job_leaves_its_tasks_to_slurm() -> None:
+    job = Allocation.of(FOUR)
+    words = of_ranks(job, job.nodes, "logs", ["parallel3d", "train"], beside=False)
+    assert options(words) == ["srun", "--kill-on-bad-exit=0", "--wait=30"]
+    assert words[-3:] == ["logs", "parallel3d", "train"]
+    # After it has given up a node, its variables speak of more nodes than it has.
+    words = of_ranks(job.without(["n3"]), ("n1", "n2", "n4"), "logs", ["parallel3d"], beside=True)
+    assert "--nodelist=n1,n2,n4" in words
+
+
+def test_a_node_has_a_step_of_its_own() -> None:
+    words = on_node("n2", "true")
+    assert words[-1] == "true"
+    assert {"--overlap", "--nodelist=n2", "--nodes=1", "--ntasks=1"} <= set(words)
+
+
+def test_a_command_that_does_not_answer_is_left() -> None:
+    assert call("sleep", "30", limit_s=0.05).code == TIMED_OUT
+    missing = call("no-such-command-of-slurm")
+    assert missing.code == 127 and "no-such-command-of-slurm" in missing.reason
+
+
+def test_a_name_of_a_job_becomes_a_folder_of_at_most_100_characters() -> None:
+    assert plain_name("a(1) é/b" + "x" * 200) == ("a_1____b" + "x" * 200)[:100]
+
+
+@pytest.mark.slow
+def test_the_batch_process_imports_no_torch() -> None:
+    code = "import parallel3d.slurm.job, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
