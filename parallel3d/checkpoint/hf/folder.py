@@ -310,14 +310,19 @@ def read_hf_config(folder: Path) -> HFFolder:
             f"{CONFIG} describes a vision model, but the weights have the names of its text model "
             "alone, which is trained and exported without the rest",
         )
+    beside = _types_beside(folder, family.others) if family.others else set()
+    unchanged = "unchanged"
+    if any(each.startswith("F8") for each in beside):
+        unchanged += f", except that tensors {family.others}* in fp8 are written in bf16"
     if wrapped:
         notices += (
             "the folder holds a vision model: only its text model is trained, and an export writes "
-            "the other tensors back unchanged",
+            f"the other tensors back {unchanged}",
         )
-    if (beside := family.others) and not wrapped and _has_beside(folder, beside):
+    elif beside:
         notices += (
-            f"the tensors {beside}* are not trained, and an export writes them back unchanged",
+            f"the tensors {family.others}* are not trained, and an export writes them back "
+            f"{unchanged}",
         )
     if quantization is not None:
         notices += (quantization.notice,)
@@ -379,9 +384,12 @@ def _narrow(folder: Path, model: ModelConfig, kind: str) -> dict[str, list[str]]
     return {NARROW: narrow} if narrow else {}
 
 
-def _has_beside(folder: Path, beside: str) -> bool:
+def _types_beside(folder: Path, beside: str) -> set[str]:
+    """Returns the types in the files of the tensors whose names begin with `beside`."""
     with ExitStack() as stack:
-        return any(name.startswith(beside) for name in _tensors(folder, stack))
+        where = _tensors(folder, stack)
+        names = [name for name in where if name.startswith(beside)]
+        return {where[name].get_slice(name).get_dtype() for name in names}
 
 
 def _has_own_head(

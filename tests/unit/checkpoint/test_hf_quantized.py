@@ -201,6 +201,32 @@ def test_layers_of_multi_token_prediction_in_fp8_are_kept_in_bf16() -> None:
     assert kept[name].dtype == torch.bfloat16 and kept["mtp.norm.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_the_notice_says_that_layers_of_multi_token_prediction_leave_fp8(
+    wrapped: bool, in_fp8: bool
+) -> None:
+    beside = {"mtp.fc.weight": torch.ones(16, 24).bfloat16()}
+    if in_fp8:
+        beside = {
+            "mtp.fc.weight": torch.ones(16, 24).to(FP8),
+            "mtp.fc.weight_scale_inv": some_scales(1, 1),
+        }
+    prefix = "model.language_model" if wrapped else "model"
+    tensors = {f"{prefix}.layers.0.mlp.gate.weight": torch.ones(2, 2)} | beside
+    text = {"model_type": "qwen3_5_text", "num_hidden_layers": 1}
+    about = {"quant_method": "fp8", "weight_block_size": [16, 24]}
+    config = {"model_type": "qwen3_5", "text_config": text} if wrapped else text
+    Path("hf").mkdir()
+    save_file(tensors, "hf/model.safetensors")
+    Path("hf/config.json").write_text(json.dumps(config | {"quantization_config": about}))
+    found = read_hf_config(Path("hf"))
+    said = next(line for line in found.notices if "unchanged" in line)
+    assert found.wrapped is wrapped
+    assert said.endswith("except that tensors mtp.* in fp8 are written in bf16") is in_fp8
+    assert said.endswith("back unchanged") is not in_fp8
+
+
 def test_a_number_in_fp8_is_refused_by_its_name() -> None:
     there = {"a.weight": torch.ones(()).to(FP8), "a.weight_scale_inv": torch.ones(())}
     save_file(there, "one.safetensors")
