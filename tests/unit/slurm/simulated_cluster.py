@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from parallel3d.metrics.recovery_log import RecoveryLine
 from parallel3d.run.failure import RankFailure, of_node
 from parallel3d.slurm.decide import (
     Answer,
@@ -23,7 +24,6 @@ from parallel3d.slurm.decide import (
     Inputs,
     Limits,
     Smaller,
-    line_of,
     merged,
     previous_cause,
 )
@@ -155,7 +155,7 @@ class Job:
         self.now = 1_800_000_000.0
         self.history: dict[str, tuple[Evidence, ...]] = {}
         self.ledger = Ledger()
-        self.lines: list[Any] = []
+        self.lines: list[RecoveryLine] = []
         self.start, self.in_row, self.replaced = 1, 0, 0
         self.starts_without_progress = 0
         self.requeued_for: tuple[str, ...] = ()
@@ -376,19 +376,19 @@ class Job:
     def _decide(self, inputs: Inputs, truth: Truth) -> Decision:
         if inputs.ended is not None and inputs.ended.cause is None:
             self.previous_truth = None
-        said = json.dumps(inputs.to_json())
+        kept = json.loads(json.dumps(inputs.to_json()))
         decision = self.decide(inputs)
         self.decisions[decision.name] += 1
-        assert self.decide(Inputs.from_json(json.loads(said))) == decision, self._told("replay")
-        shuffled = self.decide(self._shuffled(inputs))
         text = json.dumps(decision.to_json())
-        assert json.dumps(shuffled.to_json()) == text, self._told("order of dicts")
+        again = self.decide(self._shuffled(Inputs.from_json(kept)))
+        assert json.dumps(again.to_json()) == text, self._told("differs when it is repeated")
         assert Decision.from_json(json.loads(text)) == decision, self._told("JSON of a decision")
         try:
             check(self, inputs, truth, decision)
         except AssertionError as error:
             raise AssertionError(self._told(f"{error}\n{inputs}\n{truth}\n{decision}")) from None
-        self.lines.append(line_of(inputs, decision))
+        sentence = decision.sentence
+        self.lines.append(RecoveryLine(self.now, self.start, decision.name, sentence, inputs=kept))
         self.history = merged(self.history, decision.history)
         return decision
 
@@ -420,7 +420,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     if ended is not None and _ends(inputs, ended, decision):
         out = sorted(name for name in _known(ledger) if ledger.is_out(name, now, days))
         if decision.action == "requeue":
-            assert list(decision.exclude) == out, "the excluded list is lost at a requeue"
+            assert list(decision.exclude) == out, "a requeue does not exclude what is out"
         assert decision.history == {}
         return
     # The evidence
@@ -454,11 +454,11 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     assert len(new) * 2 <= len(members) - len(outs), "over half of the nodes are left out at once"
     # The counts
     in_row = job.starts_without_progress
-    assert inputs.starts_in_row == in_row, "REPLACE resets the count"
+    assert inputs.starts_in_row == in_row, "a start was not counted"
     most = inputs.limits.max_restarts + inputs.limits.spares + 1
     if decision.action == "run":
         assert in_row + 1 <= most, "more starts than spares + max_restarts + 1"
-        assert decision.starts_in_row == in_row + 1
+        assert decision.starts_in_row == in_row + 1, "a start is not counted"
         added = decision.replaced_in_row - inputs.replaced_in_row
         assert added in (0, 1)
         hardware = set(used) & (truth.lost | (twice - outs))
@@ -479,7 +479,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     sizes = [inputs.needed, *(each.nodes for each in inputs.limits.smaller)]
     if decision.action == "requeue":
         assert all(size > len(unbarred) for size in sizes), "a layout would have fitted"
-        assert list(decision.exclude) == out, "the excluded list is lost at a requeue"
+        assert list(decision.exclude) == out, "a requeue does not exclude what is out"
         if set(out) <= asked:
             assert ended is not None, "asked twice for the same nodes"
             assert all(size > len(usable) for size in sizes)
@@ -496,13 +496,19 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     assert (len(chosen) < inputs.needed) == bool(decision.words)
     if len(good) >= inputs.needed:
         assert not set(chosen) & twice, "two strikes, although there is a spare"
-        assert len(set(chosen) & set(used)) == min(len(chosen), len(set(good) & set(used)))
+        kept = len(set(chosen) & set(used))
+        assert kept == min(len(chosen), len(set(good) & set(used))), (
+            "a node of the last start was not kept"
+        )
     same = ended is not None and set(chosen) == set(used)
     name = "same" if same else "smaller" if decision.words else "replace" if ended else "first"
     assert decision.how == name
     # What the job gives up
     silent = [name for name in nodes if name in truth.silent and name != inputs.batch_host]
-    assert list(decision.release) == (silent if inputs.limits.may_release else [])
+    assert inputs.batch_host not in decision.release, "the batch host is given up"
+    assert list(decision.release) == (silent if inputs.limits.may_release else []), (
+        "a dead node is not given up at once"
+    )
     for name in set(used) & truth.lost:
         assert name in decision.sentence or "more" in decision.sentence, "lost in silence"
 
