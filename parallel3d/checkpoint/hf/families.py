@@ -460,7 +460,7 @@ _OLMO_DELTA = DeltaNames(
     negative=True,
     both_kinds=True,
 )
-_QWEN3_NEXT_EXPERTS = ExpertNames(
+_QWEN2_EXPERTS = ExpertNames(
     "mlp",
     _PROJECTIONS,
     "num_experts",
@@ -550,15 +550,7 @@ FAMILIES: dict[str, Family] = {
         biases="qkv",
         bias_key="qkv_bias",
         windows=Windows("early", switch=True),
-        experts=ExpertNames(
-            "mlp",
-            _PROJECTIONS,
-            "num_experts",
-            shared="shared_expert",
-            shared_width="shared_expert_intermediate_size",
-            gated=True,
-            dense="mlp_only_layers",
-        ),
+        experts=_QWEN2_EXPERTS,
     ),
     MIXTRAL: Family(
         "Mixtral",
@@ -860,7 +852,7 @@ FAMILIES: dict[str, Family] = {
         | {"shared_expert_intermediate_size": 512, "norm_topk_prob": True},
         delta=_QWEN3_NEXT_DELTA,
         multimodal=False,
-        experts=_QWEN3_NEXT_EXPERTS,
+        experts=_QWEN2_EXPERTS,
     ),
     QWEN3_5: _QWEN3_5,
     QWEN3_5_MOE: replace(
@@ -871,7 +863,7 @@ FAMILIES: dict[str, Family] = {
         | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
         | {"shared_expert_intermediate_size": 512}
         | _QWEN3_5_WRITTEN,
-        experts=replace(_QWEN3_NEXT_EXPERTS, normalizes=True, dense=None),
+        experts=replace(_QWEN2_EXPERTS, normalizes=True, dense=None),
     ),
     OLMO_HYBRID: replace(
         _OLMO2,
