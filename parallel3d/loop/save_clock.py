@@ -1,9 +1,8 @@
 """Says when the time for a checkpoint has come, for an interval in time or `auto`.
 
-A save that delays the loop by δ every T seconds costs the share δ/T of the time, and a failure
-every M seconds loses T/2 of work on average. Their sum is least at T = √(2·δ·M) (Young 1974).
-`auto` measures δ and takes M from `recovery.node_days` and the number of nodes, or from the run's
-own failures once there are enough of them.
+`auto` takes the interval that loses least (`failure_cost`). It measures the delay of a save, and
+takes the mean time between two failures from `recovery.node_days` and the number of nodes, or from
+the run's own failures once there are enough of them.
 
 Only rank 0 has a clock. Its request is part of the step's all-reduce (`StepSums.asked`), so that
 all ranks save after the same step.
@@ -11,78 +10,21 @@ all ranks save after the same step.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-from parallel3d.config.fields import show
 from parallel3d.config.values import seconds_of
-from parallel3d.metrics.starts import STARTS, Failures, failures_of, starts_of
+from parallel3d.loop.failure_cost import FailureRate, best_interval, failure_rate, span
+from parallel3d.metrics.starts import STARTS, failures_of, starts_of
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
-from parallel3d.text import count, three_digits
+from parallel3d.text import count
 
 FIRST_STEPS = 10  # auto saves first after so many steps, to measure the delay of a save
-OWN_FAILURES = 3  # from so many failures on, those of the run give their rate
 SAVES = 5  # auto takes the median delay of so many saves
-LONGEST_S = 3600.0  # auto saves at least this often …
-LARGEST_SHARE = 0.035  # … unless saves would then take more than this share of the time
-WRITES = 1.5  # auto waits at least this multiple of the time in which a checkpoint is written
 TELLING = 1.5  # a further line tells of an interval that has changed by more than this factor
-DAY_S = 86400.0
-
-
-class FailureRate(NamedTuple):
-    """The mean time between two failures of a run, and a clause that says where it is from."""
-
-    seconds: float
-    because: str
-
-
-def failure_rate(node_days: float, nodes: int, failures: Failures, ranks: int) -> FailureRate:
-    """Returns the rate of `nodes` nodes with `ranks` ranks, by the run's own failures if any do."""
-    if failures.failed >= OWN_FAILURES and failures.rank_s > 0:
-        mean = failures.rank_s / ranks / failures.failed
-        return FailureRate(mean, f"this run failed {failures.failed} times, every {span(mean)}")
-    mean = node_days * DAY_S / nodes
-    many = "one node fails" if nodes == 1 else f"one of {nodes} nodes fails"
-    return FailureRate(mean, f"{many} every {span(mean)} (recovery.node_days={show(node_days)})")
-
-
-class Interval(NamedTuple):
-    """An interval between saves, and a clause on what keeps it from the best one, or ""."""
-
-    seconds: float
-    but: str = ""
-
-
-def best_interval(delay_s: float, mean_s: float, write_s: float) -> Interval:
-    """Returns the interval that loses least time.
-
-    Args:
-        delay_s: seconds by which a save delays the loop.
-        mean_s: mean seconds between two failures.
-        write_s: seconds in which a checkpoint is written, partly in the background.
-    """
-    best = math.sqrt(2 * delay_s * mean_s)
-    shortest, longest = WRITES * write_s, max(LONGEST_S, delay_s / LARGEST_SHARE)
-    least = f"; {span(best)} would lose least"
-    if best < shortest:
-        return Interval(shortest, f"{least}, but one takes {span(write_s)} to write")
-    if best > longest:
-        return Interval(longest, f"{least}, but auto saves at least every {span(longest)}")
-    return Interval(best)
-
-
-def span(seconds: float) -> str:
-    """Formats seconds in the largest unit that gives at least 1, as in 4.10 days or 12.0 min."""
-    for size, unit in ((DAY_S, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
-        if seconds >= size:
-            return f"{three_digits(seconds / size)} {unit}"
-    return f"{seconds * 1e3:.3g} ms"
 
 
 class SaveClock:

@@ -81,17 +81,22 @@ def costs_of(rows: Mapping[str, Mapping[str, Any]]) -> Costs:
     return {str(cause): Cost.of_row(row) for cause, row in rows.items()}
 
 
-def sum_of(costs: Iterable[Costs]) -> Costs:
-    """Adds the costs of several interruptions; causes and phases keep their order."""
-    found: dict[str, Cost] = {}
+def total(costs: Iterable[Cost]) -> Cost:
+    """Adds costs; phases keep their order, and those that took no time are left out."""
     costs = list(costs)
-    for cause in CAUSES:
-        same = [each[cause] for each in costs if cause in each]
-        seconds = {phase: sum(one.seconds.get(phase, 0.0) for one in same) for phase in PHASES}
-        if same:
-            used = {phase: one for phase, one in seconds.items() if one}
-            found[cause] = Cost(sum(one.times for one in same), used)
-    return found
+    seconds = {phase: sum(one.seconds.get(phase, 0.0) for one in costs) for phase in PHASES}
+    used = {phase: one for phase, one in seconds.items() if one}
+    return Cost(sum(one.times for one in costs), used)
+
+
+def sum_of(costs: Iterable[Costs]) -> Costs:
+    """Adds the costs of several interruptions for each cause; causes keep their order."""
+    costs = list(costs)
+    return {
+        cause: total(each[cause] for each in costs if cause in each)
+        for cause in CAUSES
+        if any(cause in each for each in costs)
+    }
 
 
 class Interruption(NamedTuple):

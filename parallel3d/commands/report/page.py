@@ -25,12 +25,23 @@ from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.checkpoint.identity import flat
 from parallel3d.checkpoint.runs import find_run
 from parallel3d.comm.step_timer import KINDS
+from parallel3d.commands.report.lost import lost_time
 from parallel3d.config.fields import show
+from parallel3d.faults.keys import RecoveryConfig
 from parallel3d.html import bar_key, colour, html_table, section, stacked_bar, whole_page
 from parallel3d.metrics.jsonl import COUNTS, EVAL_TERMS, TERMS, rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
+from parallel3d.metrics.lost_time import NAMES_OF_CAUSES
 from parallel3d.metrics.screen import NAMES_OF_PARTS
-from parallel3d.metrics.starts import PARTS, STARTS, Goodput, goodput, seconds_of, starts_of
+from parallel3d.metrics.starts import (
+    PARTS,
+    STARTS,
+    Goodput,
+    Start,
+    goodput,
+    seconds_of,
+    starts_of,
+)
 from parallel3d.metrics.units import NATS, units_of
 from parallel3d.run.directory import (
     NO_CONFIG,
@@ -118,6 +129,7 @@ class RunRecord:
     ranks: list[dict[str, Any]]  # rows of placement.json
     state: str  # "running", or how the last start ended
     goodput: Goodput | None = None  # seconds of all starts by activity; None without starts.jsonl
+    accounts: Sequence[Start] = ()  # of the same starts
     # The last step that recorded the tokens of each expert, and these counts by layer. None means
     # that no step recorded them.
     experts: tuple[int, Mapping[str, list[int]]] | None = None
@@ -185,7 +197,8 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     heard_of = accounts[-1].account + late_s if accounts else None
     spent = goodput(accounts, steps_s, heard_of)
     configs = _configs(folder)
-    return RunRecord(name, curves, starts, configs, summary, ranks, state, spent, experts)
+    how = (state, spent, accounts, experts)
+    return RunRecord(name, curves, starts, configs, summary, ranks, *how)
 
 
 def _counts(line: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -440,16 +453,26 @@ def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
 
 def _starts_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     rows, changes = [], ""
+    tells = any("cause" in start for run in runs for start in run.starts)
     for run, label in zip(runs, labels, strict=True):
         for number, start in enumerate(run.starts, 1):
             first, where = f"{start['first_step']:,}", start.get("host", "–")
             cells = [f"{number}", _time(start), first, _dims(start.get("layout") or {}), where]
-            rows.append([label, *map(escape, cells)])
+            rows.append([label, *map(escape, [*cells, _after(start)][: len(cells) + tells])])
         for before, after in pairwise(run.configs):
             if table := _differing(("key", "before", "after"), (before, after)):
                 changes += f"<h3>{label} resumed with changed keys</h3>{table}"
-    head = ("run", "start", "at", "first step", "layout", "host of rank 0")
+    head = ("run", "start", "at", "first step", "layout", "host of rank 0", *["after"] * tells)
     return section("Starts", "", html_table(head, rows) if rows else "", changes)
+
+
+def _after(start: Mapping[str, Any]) -> str:
+    """Returns what the start followed, such as "node on node3, replace", or "–"."""
+    if "cause" not in start:
+        return "–"
+    host = f" on {start['cause_host']}" if "cause_host" in start else ""
+    decision = f", {start['decision']}" if "decision" in start else ""
+    return f"{NAMES_OF_CAUSES.get(start['cause'], start['cause'])}{host}{decision}"
 
 
 def _time(start: Mapping[str, Any]) -> str:
@@ -470,9 +493,13 @@ def _goodput(run: RunRecord) -> str:
     seconds = {NAMES_OF_PARTS[part]: run.goodput.seconds[part] for part in PARTS}
     words = " · ".join(f"{part} {duration(one)}" for part, one in seconds.items() if one >= 1.0)
     bar = stacked_bar(seconds, max(run.goodput.wall_s, sum(seconds.values())), "s")
-    return bar_key(seconds) + html_table(
+    table = html_table(
         ("wall time", "", ""), [[escape(duration(run.goodput.wall_s)), bar, escape(words)]]
     )
+    nodes = len({str(rank["host"]) for rank in run.ranks}) or 1
+    days = run.configs[-1].recovery.node_days if run.configs else RecoveryConfig().node_days
+    lost = lost_time(run.goodput, run.accounts, days, nodes, max(1, len(run.ranks)))
+    return bar_key(seconds) + table + lost
 
 
 def _memory(run: RunRecord) -> str:

@@ -11,7 +11,8 @@ import pytest
 
 from parallel3d.checkpoint.keys import CheckpointConfig
 from parallel3d.config.values import nearest_interval, seconds_of
-from parallel3d.loop.save_clock import FailureRate, SaveClock, best_interval, save_clock
+from parallel3d.loop.failure_cost import FailureRate, best_interval
+from parallel3d.loop.save_clock import SaveClock, save_clock
 from parallel3d.metrics.starts import Failures, failures_of, starts_of
 from parallel3d.run.launch import Worker
 from parallel3d.run_config import Config
