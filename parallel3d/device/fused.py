@@ -44,6 +44,21 @@ def _as_tuple(found: Any) -> tuple:
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
+def _repeatable(function: Callable) -> Callable:
+    """Returns a pure function whose equal calls the simulated device may run only once."""
+
+    @functools.wraps(function)
+    def call(first: Tensor, *others: Any) -> Any:
+        device = first.device
+        if accelerator.is_accelerator(device):
+            again = getattr(accelerator.module(device), "run_again", None)
+            if again is not None:
+                return again(function, (first, *others))
+        return function(first, *others)
+
+    return call
+
+
 def operator(
     name: str,
     inputs: str,
@@ -53,6 +68,7 @@ def operator(
     gradient: Callable,
     gradient_shape: Callable,
     kept: str | None = None,
+    is_pure: bool = False,
 ) -> Callable[..., Tensor]:
     """Returns a function that has an explicit gradient and is opaque to the compiler.
 
@@ -69,6 +85,9 @@ def operator(
         shape, gradient_shape: do what `run` and `gradient` do, for tensors without values.
         kept: None: no tensor is saved for the gradient; "": the inputs are saved; otherwise the
             schema of the results of `run`, which are saved with the inputs.
+        is_pure: whether `run` and `gradient`, unless they send something, change nothing but memory
+            of their own, and decide by the shapes of their arguments what they launch. The
+            simulated device without values then runs equal calls only once.
     """
     count, tensors = inputs.count("Tensor"), where.count("Tensor")
     parts = ["Tensor grad"] if kept is None else ["Tensor grad", inputs, *([kept] if kept else [])]
@@ -81,6 +100,8 @@ def operator(
         _library.define(f"{operator_name}{schema}")
         _library.impl(operator_name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"parallel3d::{operator_name}", fake, lib=_library)
+    if is_pure:
+        run, gradient = _repeatable(run), _repeatable(gradient)
     compiled = getattr(torch.ops.parallel3d, name)
     compiled_gradient = getattr(torch.ops.parallel3d, f"{name}_backward")
 

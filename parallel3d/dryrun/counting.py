@@ -39,7 +39,7 @@ from parallel3d.parameters.state import state_of
 from parallel3d.resolve import layout_of
 from parallel3d.run_config import Config
 from parallel3d.schedules.messages import SENDS
-from parallel3d.simulated_device.device import TYPE
+from parallel3d.simulated_device.device import TYPE, this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
 from parallel3d.trace.products import attention_of, name_of, product_of
 from parallel3d.trace.world import (
@@ -350,6 +350,9 @@ def _frame_facts(file: str, function: str) -> tuple[str | None, ...]:
 
 
 def _innermost(column: int) -> str | None:
+    for place in this_machine().thread.repeated:
+        if (found := _frame_facts(*place)[column]) is not None:
+            return found
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = _frame_facts(frame.f_code.co_filename, frame.f_code.co_name)[column]

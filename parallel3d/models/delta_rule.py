@@ -503,4 +503,5 @@ _output = operator(
     _backward,
     _backward_shape,
     kept="Tensor out, Tensor state, Tensor move",
+    is_pure=True,
 )

@@ -151,11 +151,16 @@ class SimulatedEvent:
 class SimulatedModule:
     """Implements `torch.get_device_module("simulated")`.
 
-    Only `machine` and `fused_kernel` have no counterpart in `torch.cuda`.
+    Only `machine`, `fused_kernel` and `run_again` have no counterpart in `torch.cuda`.
+
+    Attributes:
+        run_again: see `RepeatedCalls.run`.
     """
 
     Stream = SimulatedStream
     Event = SimulatedEvent
+
+    run_again: Callable[..., Any]
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine

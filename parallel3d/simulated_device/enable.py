@@ -12,6 +12,7 @@ from parallel3d.private_names import setup_python_backend
 from parallel3d.simulated_device import attention, nccl
 from parallel3d.simulated_device.device import TYPE, SimulatedModule, this_machine
 from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
+from parallel3d.simulated_device.repeated_calls import RepeatedCalls
 from parallel3d.simulated_device.tensor import SPECIAL, dispatch, is_pinned
 
 FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m")
@@ -32,6 +33,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     machine = SimulatedMachine(data, checks_races)
     machine.special |= SPECIAL | nccl.functional() | attention.flash()
     module = SimulatedModule(machine)
+    module.run_again = RepeatedCalls(machine).run
     setup_python_backend(TYPE, backend_module=module)
     torch.accelerator.device_count = lambda: DEVICES  # C++ counts only one device
     torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]

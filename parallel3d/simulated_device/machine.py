@@ -27,6 +27,7 @@ from parallel3d.simulated_device.meta_results import MetaResults
 # An operator's overload, arguments, keyword arguments and result; their tensors are unwrapped.
 Call = tuple[Any, Sequence[Any], dict[str, Any], Any]
 Range = tuple[int, int]  # first byte, and the byte after the last
+Frames = tuple[tuple[str, str], ...]  # (file, function), innermost first
 
 
 class Use(NamedTuple):
@@ -337,7 +338,8 @@ FIRST_SIDE_STREAM = 100  # lower numbers are the devices' default streams
 class _Thread(threading.local):
     """Holds a thread's current device and streams.
 
-    The device is None in autograd's threads, which use the main thread's.
+    The device is None in autograd's threads, which use the main thread's. While a call is repeated
+    (`repeated_calls`), `repeated` has the frames within it, which are not on the stack.
     """
 
     def __init__(self) -> None:
@@ -345,6 +347,7 @@ class _Thread(threading.local):
         self.device: int | None = None if is_of_autograd else 0
         self.streams: dict[int, int] = {}
         self.fused: FusedKernel | None = None
+        self.repeated: Frames = ()
 
 
 @dataclass
@@ -491,10 +494,11 @@ class SimulatedMachine:
         storage: Any = data.untyped_storage()
         if getattr(storage, "owner", None) is None:
             where = self.device if device is None else device
-            storage.owner = self._allocate(storage.nbytes(), where)
+            storage.owner = self.allocate(storage.nbytes(), where)
         return storage.owner.block
 
-    def _allocate(self, nbytes: int, device: int) -> _Owner:
+    def allocate(self, nbytes: int, device: int) -> _Owner:
+        """Returns memory, for a storage to hold until its own end."""
         with self.lock:
             self.collect()
             stream = self.stream_of(device)
@@ -526,7 +530,7 @@ class SimulatedMachine:
         if owner is None or owner.block.nbytes == _rounded(storage.nbytes()):
             return
         storage.owner = owner = None  # the old block is freed before the new one is allocated
-        storage.owner = self._allocate(storage.nbytes(), self.device)
+        storage.owner = self.allocate(storage.nbytes(), self.device)
 
     def collect(self) -> None:
         """Returns freed blocks to their pools, unless another stream may still use them."""

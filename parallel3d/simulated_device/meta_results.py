@@ -28,7 +28,7 @@ class _New(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """Means that the results may depend on more than shapes."""
 
 
@@ -49,9 +49,9 @@ class MetaResults:
         """Returns what `operator(*data, **named)` returns; the operator must be no view."""
         compute = CELLS.get(operator, operator)
         try:
-            key = operator, _key(data), _key([*named.items()]), torch.get_default_dtype()
+            key = operator, key_of(data), key_of([*named.items()]), torch.get_default_dtype()
             known = self._known.get(key)
-        except (_Unknown, TypeError):  # TypeError: an argument is not hashable
+        except (Unknown, TypeError):  # TypeError: an argument is not hashable
             return compute(*data, **named)
         if known is not None:
             return _made(known[0], data)
@@ -59,18 +59,22 @@ class MetaResults:
         if key not in self._known:
             if len(self._known) >= self.most:
                 self._known.clear()
-            is_reshaped = _key(data) != key[1]  # by an operator such as transpose_
+            is_reshaped = key_of(data) != key[1]  # by an operator such as transpose_
             self._known[key] = None if is_reshaped else _described(out, data, named)
         return out
 
 
-def _key(value: Any) -> Any:
+def key_of(value: Any) -> Any:
+    """Returns what results depend on, of arguments whose tensors are on the meta device.
+
+    Raises Unknown if they depend on more.
+    """
     if isinstance(value, Tensor):
         if value.dim() and not value.is_meta:
-            raise _Unknown
+            raise Unknown
         return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_key, value))
+        return type(value), tuple(map(key_of, value))
     return type(value), value  # 1, 1.0 and True are equal, but make different types
 
 
@@ -96,22 +100,22 @@ def _described(out: Any, data: list[Any], named: dict[str, Any]) -> tuple[Any] |
         if isinstance(value, Tensor):
             if id(value) in given:
                 if given.count(id(value)) > 1:  # another call may pass two different tensors
-                    raise _Unknown
+                    raise Unknown
                 return positions[id(value)]
             storage = value.untyped_storage()
             new = _New(value.shape, value.stride(), value.dtype)
             address = storage_address(storage)
             if address in taken or new.make().untyped_storage().nbytes() != storage.nbytes():
-                raise _Unknown
+                raise Unknown
             taken.add(address)
             return new
         if isinstance(value, tuple) and type(value) is tuple:
             return tuple(map(describe, value))
-        raise _Unknown
+        raise Unknown
 
     try:
         return (describe(out),)
-    except _Unknown:
+    except Unknown:
         return None
 
 
