@@ -195,14 +195,18 @@ class _Fused(Generic[*Ts, T]):
         device = tensors[0].device
         if not fuses(device):
             return self.function(*args)
-        kernel = getattr(accelerator.module(device), "fused_kernel", None)
-        if kernel is not None:
-            with kernel(self.function.__name__):
-                return self.function(*args)
+        if hasattr(accelerator.module(device), "fused_kernel"):
+            return accelerator.module(device).run_again(self._as_one_kernel, args)
         least = LEAST_ELEMENTS if self.least is None else self.least
         if not self.compiles or max(t.numel() for t in tensors) < least:
             return self.function(*args)
         return self._run_compiled(*args)
+
+    def _as_one_kernel(self, *args: *Ts) -> T:
+        """Runs the function on the simulated device."""
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        with accelerator.module(device).fused_kernel(self.function.__name__):
+            return self.function(*args)
 
     def _run_compiled(self, *args: *Ts) -> T:
         from parallel3d.private_names import DynamoError, RecompileLimit

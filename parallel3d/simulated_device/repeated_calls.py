@@ -108,10 +108,12 @@ class RepeatedCalls:
         data, memory = [], []
         for value in given:
             if isinstance(value, SimulatedTensor):
-                value, device = value.data_, value.device_index
-                address = storage_address(value.untyped_storage())
-                memory.append((address, value.storage_offset(), device))
-            elif isinstance(value, (list, tuple)):
+                t = value.data_
+                address = storage_address(t.untyped_storage())
+                memory.append((address, t.storage_offset(), value.device_index))
+                data.append(t)
+                continue
+            if isinstance(value, (list, tuple)):
                 raise Unknown
             data.append(value)
         same = [address for address, *_ in memory]

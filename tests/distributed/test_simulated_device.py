@@ -19,7 +19,7 @@ from tests.distributed.simulated import SimulatedPool, here
 pytestmark = pytest.mark.nightly
 
 # PyTorch calls the last one for every device that is not one of its own.
-OWN_NAMES = {"machine", "fused_kernel", "get_amp_supported_dtype"}
+OWN_NAMES = {"machine", "fused_kernel", "run_again", "get_amp_supported_dtype"}
 
 
 def test_the_module_has_no_name_that_torch_cuda_lacks() -> None:

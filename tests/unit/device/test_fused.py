@@ -56,7 +56,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
 
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(accelerator, "module", lambda d: SimpleNamespace(fused_kernel=fused_kernel))
+    module = SimpleNamespace(fused_kernel=fused_kernel, run_again=lambda call, given: call(*given))
+    monkeypatch.setattr(accelerator, "module", lambda device: module)
     return names
 
 
