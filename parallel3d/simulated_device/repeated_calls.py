@@ -195,10 +195,8 @@ class _Tape(Observer):
         self.done.append((self.asked.pop(block), _Allocation(number, block.nbytes, block.device)))
 
     def freed(self, block: StorageMemory) -> None:
-        if block in self.numbers:
+        if block in self.numbers:  # garbage from before the call may also be freed during it
             self.done.append(((), _Release(self.numbers.pop(block))))
-        else:
-            self.is_repeatable = False  # it was there before the call
 
     def call(self, out: Any) -> _Call | None:
         """Returns the recorded call, or None if it must be run every time."""

@@ -30,13 +30,15 @@ from parallel3d.models.keys import ModelConfig
 from parallel3d.resolve import blueprint_of
 from parallel3d.run_config import Config, check_config
 
+gc.disable()  # garbage is freed between calls only
 machine = machine_without_values()
+record([])  # imports Dynamo, which would keep memory of a call
 module = torch.get_device_module("simulated")
 again = module.run_again
 
 class Events(Observer):
     def __init__(self):
-        self.seen = []
+        self.seen, self.made = [], set()
     def kernel(self, kernel):
         product = kernel.call and product_of(kernel)
         facts = kernel.name, kernel.launches, kernel.nbytes, str(product)
@@ -44,9 +46,11 @@ class Events(Observer):
     def allocating(self, block):
         block.label = kind_of_memory()
     def allocated(self, block):
+        self.made.add(block)
         self.seen.append(["allocated", block.nbytes, block.label, phase_of_step()])
     def freed(self, block):
-        self.seen.append(["freed", block.nbytes, block.label])
+        if block in self.made:  # autograd's thread may hold a tensor until its next backward
+            self.seen.append(["freed", block.nbytes, block.label])
 
 def geometry(t):
     storage = t.data_.untyped_storage()
@@ -62,10 +66,10 @@ def events_of(call):
         machine.collect()
         seen = [geometry(t) for t in (out if type(out) is tuple else [out])]
         held = sum(machine.block_of(t.data_).nbytes for t in out if t.numel())
-        del out
-        machine.collect()
     finally:
         machine.observers.remove(events)
+    while events.seen[-1][0] == "freed":  # autograd's thread frees its last tensors when it likes
+        events.seen.pop()
     return [seen, held, events.seen]
 
 def empty(*shape, dtype=torch.float32):
@@ -74,10 +78,10 @@ def empty(*shape, dtype=torch.float32):
 def made_at(path, source):
     names = {"torch": torch}
     exec(compile(source, path, "exec"), names)
-    return names["run"]
+    return names["scores"]
 
 # Its memory is that of the loss, whose file is a frame of the stack only within the call.
-in_loss = made_at("/parallel3d/tensor_parallel/loss.py", "def run(x): return (x @ x).exp() + 1")
+in_loss = made_at("/parallel3d/tensor_parallel/loss.py", "def scores(x): return (x @ x).exp() + 1")
 
 @fused
 def norm(x, times):
