@@ -9,8 +9,8 @@ read-only or slow, and so may the file system from which torch is imported: the 
 `facts["shared"]` says it.
 
 A driver's call may never return, so each part of the test is a process of its own, which is killed
-or left behind. Nothing but the part that computes imports torch. That import also warms the file
-cache of a spare node, and goes on after the answer if it takes longer.
+or left behind. Nothing but the part that computes imports torch. Without GPUs it runs only to warm
+the file cache, as on a spare node. The import goes on after the answer if it takes longer.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ class SelfTest(NamedTuple):
     Attributes:
         gpus: number of GPUs that the node must have; None if any number is right.
         folder: a folder that must be there and should be writable; None for none.
+        warm: whether to import torch and to compute on the CPU even without GPUs.
         limit_s: seconds until the answer.
         leftover_s: further seconds in which other processes may free a GPU's memory.
     """
 
     gpus: int | None = None
     folder: Path | None = None
+    warm: bool = False
     limit_s: float = LIMIT_S
     leftover_s: float = LEFTOVER_S
 
@@ -95,7 +97,8 @@ def self_test(test: SelfTest) -> Answer:
     begun = time.monotonic()
     until = begun + test.limit_s
     reading, go = os.pipe()
-    computing = Part(lambda tell: _compute(tell, reading), reads=reading)
+    may_compute = test.warm or (test.gpus != 0 and _may_have_gpus(test.gpus))
+    computing = Part(lambda tell: _compute(tell, reading), reads=reading) if may_compute else None
     os.close(reading)
     folder = Part(lambda tell: _try_folder(tell, test.folder))
     space = Part(_try_space)
@@ -105,19 +108,21 @@ def self_test(test: SelfTest) -> Answer:
         until += test.leftover_s
         cards.read(until)
     cards.late("the driver")
-    if may_compute := not cards.faults:
+    parts = [cards, space, folder]
+    if computing is not None and not cards.faults:
+        parts.append(computing)
         with suppress(BrokenPipeError):
             os.write(go, b"!")
     os.close(go)  # nothing is computed beside a GPU that does not work
-    for part in (folder, space, *([computing] if may_compute else ())):
+    for part in parts[1:]:
         part.read(until)
     folder.late_shared(f"{test.folder} did not answer")
     space.late("a disk of the node")
-    if may_compute and computing.stage == IMPORT:  # which goes on
-        computing.late_shared("torch was not imported", keep=True)
-    elif may_compute:
-        computing.late("the test of computing")
-    parts = (cards, computing, space, folder)
+    if computing in parts:
+        if computing.stage == IMPORT:  # which goes on
+            computing.late_shared("torch was not imported", keep=True)
+        else:
+            computing.late("the test of computing")
     facts: dict[str, Any] = {"host": socket.gethostname()}
     for part in parts:
         facts |= part.facts
@@ -258,6 +263,10 @@ def _try_cards(tell: Tell, expected: int | None, leftover_s: float) -> None:
     found = gpus.find(os.environ)
     names = sorted({gpu.name for gpu in found.gpus})
     tell({"facts": {"gpus": len(found.gpus), "kinds": names}})
+    build = gpus.torch_build()
+    if expected and not found.gpus and not (build.get("cuda") or build.get("hip")):
+        tell({"shared": found.lack})  # no node's GPUs could be used
+        return
     if fault := _missing(found, expected):
         tell({"fault": fault})
         return
@@ -330,6 +339,14 @@ def _number(word: str) -> int:
 
 
 # Computing
+
+
+def _may_have_gpus(expected: int | None) -> bool:
+    """Returns whether torch could use GPUs, and the host has some or should have."""
+    build = gpus.torch_build()
+    devices = gpus.ROOT / "dev"
+    seen = (devices / "kfd").exists() or any(devices.glob("nvidia[0-9]*"))
+    return bool(build.get("cuda") or build.get("hip")) and (seen or bool(expected))
 
 
 def _compute(tell: Tell, go: int) -> None:
@@ -503,9 +520,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="parallel3d slurm self-test", description=main.__doc__)
     parser.add_argument("--gpus", type=int, help="number of GPUs that the node must have")
     parser.add_argument("--folder", type=Path, help="a folder that must be there, such as runs/")
+    parser.add_argument("--warm", action="store_true", help="import torch even without GPUs")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds until the answer")
     words = parser.parse_args(argv)
-    answer = self_test(SelfTest(words.gpus, words.folder, words.limit_s))
+    answer = self_test(SelfTest(words.gpus, words.folder, words.warm, words.limit_s))
     sys.stdout.write(f"{answer.line()}\n")
     sys.stdout.flush()
     return 0

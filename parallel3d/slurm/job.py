@@ -310,7 +310,7 @@ class Batch:
             self.allocation,
             self.state.starts + 1,
             self.keys.heartbeat_s,
-            _self_test(os.environ),
+            _self_test(os.environ, self.keys.run_dir, warm=ended is None),
             logs,
             print_line,
         )
@@ -593,8 +593,15 @@ class Batch:
             )
 
 
-def _self_test(environ: Mapping[str, str]) -> list[str]:
-    """Returns the command of a node's self-test."""
+def _self_test(environ: Mapping[str, str], run_dir: Path, *, warm: bool) -> list[str]:
+    """Returns the command of a node's self-test.
+
+    The run's folder, or where it will be made, must be on each node. With `warm`, the test also
+    imports torch on nodes without GPUs, which the ranks then find in the file cache.
+    """
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    words = [sys.executable, "-m", "parallel3d.host.self_test"]
+    there = run_dir.absolute()
+    folder = next(path for path in (there, *there.parents) if os.path.isdir(path))
+    words = [sys.executable, "-m", "parallel3d.host.self_test", "--folder", str(folder)]
+    words += ["--warm"] if warm else []
     return [*words, "--gpus", gpus] if re.fullmatch("[0-9]{1,3}", gpus) else words

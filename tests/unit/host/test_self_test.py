@@ -76,6 +76,12 @@ def test_a_node_of_a_cpu_cluster_needs_no_gpu(tmp_path: Path) -> None:
         assert of_cards(Host(build="cpu"), tmp_path, expected) == []
 
 
+def test_a_torch_for_cpus_alone_is_no_fault_of_the_node(tmp_path: Path) -> None:
+    with played(Host(build="cpu"), tmp_path):
+        faults, (shared,) = told(self_test._try_cards, 8, 0.0)
+    assert not faults and shared.endswith("is a build without CUDA")
+
+
 def test_memory_that_ending_ranks_free_in_time_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +201,7 @@ def test_a_part_that_hangs_holds_up_no_answer(
     stubs(monkeypatch, **{part: hang(stage)})
     monkeypatch.setattr(self_test, "WARM_S", 1)
     limit_s = 1.0
-    answer = self_test.self_test(SelfTest(folder=Path("/runs"), limit_s=limit_s))
+    answer = self_test.self_test(SelfTest(folder=Path("/runs"), warm=True, limit_s=limit_s))
     assert in_time(answer.facts["seconds"], 2 * limit_s)
     assert answer.ok == (not why) and why in answer.why
     assert shared in answer.facts.get("shared", "") and bool(shared) == ("shared" in answer.facts)
@@ -211,11 +217,34 @@ def test_a_part_that_fails_or_dies_is_a_fault(monkeypatch: pytest.MonkeyPatch) -
         os.kill(os.getpid(), 11)
 
     stubs(monkeypatch, compute=fails)
-    assert self_test.self_test(SelfTest()).why.startswith("ImportError: libcudart.so.13")
+    answer = self_test.self_test(SelfTest(warm=True))
+    assert answer.why.startswith("ImportError: libcudart.so.13")
     stubs(monkeypatch, compute=dies)
-    answer = self_test.self_test(SelfTest())
+    answer = self_test.self_test(SelfTest(warm=True))
     assert answer.why == "the self-test ended while computing on the GPUs"
     assert json.loads(answer.line())["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("host", "test", "imports"),
+    [
+        (host(), SelfTest(gpus=2), True),
+        (Host(driver=Driver(cards=CARDS), files=("dev/nvidia0",)), SelfTest(), True),
+        (host(), SelfTest(), False),  # no device file: whatever the driver says
+        (host(), SelfTest(gpus=0), False),
+        (Host(build="cpu"), SelfTest(gpus=2), False),
+        (Host(build="cpu"), SelfTest(warm=True), True),
+    ],
+)
+def test_without_gpus_torch_is_imported_to_warm_the_cache_alone(
+    host: Host, test: SelfTest, imports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compute(tell: Tell, *_: object) -> None:
+        tell({"facts": {"import_s": 1.0}})
+
+    stubs(monkeypatch, compute=compute)
+    with played(host, tmp_path):
+        assert ("import_s" in self_test.self_test(test).facts) == imports
 
 
 def test_waiting_for_leftovers_moves_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +265,11 @@ def test_the_command_prints_one_line_and_leaves_0(tmp_path: Path) -> None:
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-m", "parallel3d.host.self_test", "--folder", str(tmp_path)]
     done = subprocess.run(
-        [*words, "--limit-s", "60"], capture_output=True, text=True, env=environ, check=True
+        [*words, "--warm", "--limit-s", "60"],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=True,
     )
     (line,) = done.stdout.splitlines()
     answer = json.loads(line)
