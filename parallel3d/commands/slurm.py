@@ -117,19 +117,9 @@ def _days(given: Mapping[str, str]) -> float:
 def _repeat(run_dir: Path) -> int:
     """Prints each decision, and what it would be now; returns 1 if one would differ."""
     from parallel3d.metrics import recovery_log
-    from parallel3d.slurm.decide import Inputs, decide
+    from parallel3d.slurm.decide import replayed
 
-    code = 0
-    for line in recovery_log.read(run_dir):
-        print(f"start {line.start}: {line.decision}: {line.sentence}")
-        if line.inputs is None:
-            continue
-        try:
-            again = decide(Inputs.from_json(line.inputs))
-        except (KeyError, TypeError, ValueError):
-            print("  its inputs are of another version")
-            continue
-        if (again.name, again.sentence) != (line.decision, line.sentence):
-            code = 1
-            print(f"  now: {again.name}: {again.sentence}")
-    return code
+    found = replayed(recovery_log.read(run_dir))
+    for each in found:
+        print(each.sentence())
+    return int(any(each.differs for each in found))

@@ -203,6 +203,12 @@ class Diagnosis:
     ranks: tuple[int, ...]
     sentence: str
 
+    @property
+    def host(self) -> str | None:
+        """Returns the host of the first of `ranks`, with which the sentence begins."""
+        found = re.match(r"rank \d+ \([^)]*\) on (\S+)", self.sentence)
+        return found[1] if found else None
+
 
 def to_json(state: RankState) -> dict[str, Any]:
     """Converts a state to JSON for the store, where named tuples become lists."""

@@ -26,7 +26,7 @@ from parallel3d.errors import print_line
 from parallel3d.faults import hang
 from parallel3d.faults.keys import RecoveryConfig
 from parallel3d.files import no_link, replace_durably
-from parallel3d.host.processes import born, kill, of_this_job, why_silent
+from parallel3d.host.processes import born, kill, node_name, of_this_job, why_silent
 from parallel3d.private_names import BACKWARD_FRAME
 from parallel3d.run import failure
 from parallel3d.run.failure import EXIT_ALREADY_REPORTED, place_in
@@ -140,7 +140,8 @@ class Watchdog:
             theirs: Any = self.store  # Any: some type stubs of torch lack `clone`
             self.store = theirs.clone()  # calls of the main thread may block its connection
             self.store.set_timeout(timedelta(seconds=STORE_S))
-            me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
+            pid, host = os.getpid(), socket.gethostname()
+            me = {"pid": pid, "born": born(pid), "host": host, "node": node_name()}
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
             patience = timedelta(seconds=self.collective_s)
             self.store.wait([f"{KEY}/process/0"], patience)
@@ -242,8 +243,8 @@ class Watchdog:
         if diagnosis is not None:
             stacks = self.worker.run_dir / "rank-*.stacks.txt"
             error = f"hang: {diagnosis.sentence} (stacks: {stacks})"
-            rank, phase = diagnosis.ranks[0], self.worker.phase
-            self._log_failure(failure.of_rank(self.layout, rank, error, "hang", phase))
+            rank, phase, host = diagnosis.ranks[0], self.worker.phase, diagnosis.host
+            self._log_failure(failure.of_rank(self.layout, rank, error, "hang", phase, host))
         within(STORE_S, self._release, None)
         for process in pids:  # last, because a kill may make this rank's main thread fail
             kill(*process)
@@ -340,7 +341,7 @@ class Watchdog:
         """
         if process is None:
             return failure.who(self.layout, rank), "has not started to train"
-        return failure.who(self.layout, rank, process["host"]), why_silent(process)
+        return failure.who(self.layout, rank, process["node"]), why_silent(process)
 
     def _to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
         """Returns this job's silent processes on this host; stopped ones would outlive the job."""

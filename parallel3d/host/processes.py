@@ -57,6 +57,11 @@ def state_letter(pid: int, born: int) -> str:
     return fields[0] if fields and int(fields[19]) == born else ""
 
 
+def node_name() -> str:
+    """Returns the name of this host, under Slurm the one that Slurm's commands use."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def why_silent(process: dict[str, Any]) -> str:
     """Explains why a rank's process, given as {pid, born, host}, does not respond."""
     if process["host"] != socket.gethostname():

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from parallel3d.blueprint.layout import Layout
 from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line, print_line
 from parallel3d.files import read_bounded, replace_durably
+from parallel3d.host.processes import node_name
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.metrics import recovery_log
 from parallel3d.metrics.recovery_log import Cause, RecoveryLine
@@ -134,15 +134,21 @@ def coordinates_of(layout: Layout, rank: int) -> str:
 
 def who(layout: Layout, rank: int, host: str | None = None) -> str:
     """Describes a rank as "rank 3 (pp 1, dp 0, tp 1) on host"; by default, `host` is this host."""
-    return f"rank {rank} ({coordinates_of(layout, rank)}) on {host or socket.gethostname()}"
+    return f"rank {rank} ({coordinates_of(layout, rank)}) on {host or node_name()}"
 
 
 def of_rank(
-    layout: Layout, rank: int, error: str, kind: Kind, phase: str = "", **more: Any
+    layout: Layout,
+    rank: int,
+    error: str,
+    kind: Kind,
+    phase: str = "",
+    host: str | None = None,
+    **more: Any,
 ) -> RankFailure:
     """Returns a failure of a rank on this host, with the current time; `more` sets other fields."""
-    place, host = coordinates_of(layout, rank), socket.gethostname()
-    return RankFailure(rank, place, host, phase, error, time.time(), kind, **more)
+    place = coordinates_of(layout, rank)
+    return RankFailure(rank, place, host or node_name(), phase, error, time.time(), kind, **more)
 
 
 def of_node(host: str, error: str, time: float, phase: str = "") -> RankFailure:

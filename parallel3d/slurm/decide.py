@@ -120,8 +120,8 @@ class Inputs:
         places: topology address of each node, such as "core.rack2.node7"; "" or missing if
             unknown.
         ended: the end of the last start; None before the first start of an allocation.
-        previous: the root cause of the start before the last one (`previous_cause`); None without
-            one.
+        previous: the root cause of the start before the last one, even of another allocation; None
+            without one.
         answers: the answers of the nodes' self-tests; a node that is missing did not answer. None
             if nobody asked, as in a job of one node.
         states: Slurm's word for the state of each node, such as "MIXED+DRAIN".
@@ -250,20 +250,26 @@ SHOWN = 3  # nodes that a sentence names
 
 def decide(inputs: Inputs) -> Decision:
     """Returns how the job goes on."""
+    return of_end(inputs) or _with_nodes(inputs, _Standing.of(inputs))
+
+
+def of_end(inputs: Inputs) -> Decision | None:
+    """Returns the decision if it does not depend on the nodes, which nobody needs to ask then."""
     ended = inputs.ended
-    if ended is not None:
-        if ended.saved_and_asked:
-            return _requeue(inputs, {}, "a signal stopped the run and it has saved", 0)
-        if ended.code == 0:
-            return _end(inputs, "done", 0, "the run has ended")
-        if ended.code == USER_ERROR and ended.first:
-            return _end(inputs, "stop", USER_ERROR, f"{_cause(ended)}: the input cannot work")
-        if ended.asked is not None or ended.code in ASKING_CODES:
-            came = f"{ended.asked or 'a signal'} came and the ranks ended with code {ended.code}"
-            return _requeue(inputs, {}, came, ended.code)
-        if ended.cause is not None and ended.cause.kind == "decided":
-            return _end(inputs, "stop", ended.code, _cause(ended))
-    return _with_nodes(inputs, _Standing.of(inputs))
+    if ended is None:
+        return None
+    if ended.saved_and_asked:
+        return _requeue(inputs, {}, "a signal stopped the run and it has saved", 0)
+    if ended.code == 0:
+        return _end(inputs, "done", 0, "the run has ended")
+    if ended.code == USER_ERROR and ended.first:
+        return _end(inputs, "stop", USER_ERROR, f"{_cause(ended)}: the input cannot work")
+    if ended.asked is not None or ended.code in ASKING_CODES:
+        came = f"{ended.asked or 'a signal'} came and the ranks ended with code {ended.code}"
+        return _requeue(inputs, {}, came, ended.code)
+    if ended.cause is not None and ended.cause.kind == "decided":
+        return _end(inputs, "stop", ended.code, _cause(ended))
+    return None
 
 
 @dataclass(frozen=True)
@@ -652,35 +658,38 @@ def line_of(
     )
 
 
-def previous_cause(lines: Iterable[RecoveryLine]) -> RankFailure | None:
-    """Returns the root cause before the start that has just ended, for `Inputs.previous`.
+@dataclass(frozen=True)
+class Replay:
+    """A decision under Slurm that was made again.
 
-    `lines` are those of a run so far, the last one that of the start that has ended.
+    Attributes:
+        line: the decision as it was.
+        now: the decision from the same inputs; None if they are of another version.
     """
-    last = None
-    for line in lines:
-        if line.inputs is not None:
-            last = line.inputs.get("ended") or last  # a new allocation begins without an end
+
+    line: RecoveryLine
+    now: Decision | None
+
+    @property
+    def differs(self) -> bool:
+        """Returns whether the job would go on in another way."""
+        then = self.line.decision, self.line.nodes
+        return self.now is None or (self.now.name, self.now.nodes) != then
+
+    def sentence(self) -> str:
+        said = f"start {self.line.start}: {self.line.decision}: {self.line.sentence}"
+        if self.now is None:
+            return f"{said}; its inputs are of another version"
+        return f"{said}; now: {self.now.name}: {self.now.sentence}" if self.differs else said
+
+
+def replayed(lines: Iterable[RecoveryLine]) -> list[Replay]:
+    """Makes the decisions of `recovery.jsonl` again that have inputs."""
+    return [Replay(line, _again(line.inputs)) for line in lines if line.inputs is not None]
+
+
+def _again(inputs: Mapping[str, Any]) -> Decision | None:
     try:
-        return RankFailure(**last["cause"]) if last is not None and last["cause"] else None
-    except (KeyError, TypeError):
+        return decide(Inputs.from_json(inputs))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def replayed(lines: Iterable[RecoveryLine]) -> list[str]:
-    """Returns a sentence for each decision under Slurm: what it was, and what it would be now."""
-    said = []
-    for line in lines:
-        if line.inputs is None:
-            continue
-        start = f"start {line.start}"
-        try:
-            now = decide(Inputs.from_json(line.inputs))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            said.append(f"{start}: its inputs cannot be read ({type(error).__name__}: {error})")
-            continue
-        then = f"{start}: {line.decision}: {line.sentence}"
-        if (now.name, now.nodes) != (line.decision, line.nodes):
-            then = f"{then}. Now it would be {now.name}: {now.sentence}"
-        said.append(then)
-    return said

@@ -56,9 +56,9 @@ COLLECTIVE = re.compile(
 # SIGBUS comes from a full /dev/shm, or from a mapped file that its server cannot deliver; and gloo
 # aborts (SIGABRT) a rank whose peer is at fault.
 BROKEN = re.compile(r"was killed by (SIGSEGV|SIGILL)\b")
-# A diagnosis of the watchdog begins with the rank at fault, which another rank has found.
+# A diagnosis of the watchdog begins with the rank at fault.
 STOPPED = re.compile(
-    r"hang: rank \d+ \([^)]*\) on (?P<host>\S+) "
+    r"hang: rank \d+ \([^)]*\) on \S+ "
     r"(is stopped \(SIGSTOP\)|does not answer: its process or its host)"
 )
 STEP = re.compile(r"\bstep \d+")  # in a phase, such as "train step 12"
@@ -111,10 +111,8 @@ def _alone(cause: RankFailure, nodes: list[str]) -> Finding:
         # A node that does not answer now either is excluded for that.
         return Finding("strike", node, "called dead")
     if cause.kind == "hang":
-        stopped = STOPPED.match(cause.error)
-        if stopped is None:
-            return Finding("never")
-        return Finding("strike", node_of(stopped["host"], nodes), "a process that is stopped")
+        is_stopped = STOPPED.match(cause.error) is not None
+        return Finding("strike" if is_stopped else "never", node, "a process that is stopped")
     if cause.kind == "killed":
         return Finding("strike" if BROKEN.search(cause.error) else "never", node)
     if cause.kind != "error" or cause.diverged or cause.is_echo:

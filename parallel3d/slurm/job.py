@@ -43,6 +43,7 @@ from parallel3d.slurm.decide import (
     decide,
     line_of,
     merged,
+    of_end,
 )
 from parallel3d.slurm.guards import (
     ANSWER_S,
@@ -253,10 +254,9 @@ class Batch:
         if ended is None:
             self.times.over = time.time()
         else:
-            decision = decide(inputs)
-            # Nobody needs to ask the nodes.
-            if decision.action in ("done", "stop") or ended.saved_and_asked or ended.asked:
-                return self._taken(inputs, decision)
+            decided = of_end(inputs)
+            if decided is not None:
+                return self._taken(inputs, decided)
         inputs = replace(
             inputs, answers=self._answers(ended), states=self._states(), now=time.time()
         )

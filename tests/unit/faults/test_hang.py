@@ -58,6 +58,14 @@ def test_silent_rank_is_at_fault() -> None:
     )
 
 
+def test_a_hang_is_of_the_host_of_the_rank_at_fault() -> None:
+    states = everyone_but()
+    assert diagnose(states, {}).host is None, "the ranks of this test have no host"
+    del states[2]
+    silent = {2: ("rank 2 (pp 0, dp 2, tp 0) on node3", "is stopped (SIGSTOP)")}
+    assert diagnose(states, silent).host == "node3"
+
+
 def test_rank_in_no_operation_is_at_fault() -> None:
     late = state(1, None, {"dp": 8}, place=" at parallel3d/data/loader.py:7")
     verdict = diagnose(everyone_but(late), {})

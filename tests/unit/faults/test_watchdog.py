@@ -186,7 +186,7 @@ def test_no_rank_leaves_before_the_verdict_is_printed(
         for rank in range(2)
     ]
     for watchdog in watchdogs:
-        watchdog._keeper = {"pid": 1, "born": 0, "host": "another"}
+        watchdog._keeper = {"pid": 1, "born": 0, "host": "another", "node": "another"}
     leaving = [threading.Thread(target=watchdog.leave) for watchdog in watchdogs]
     for thread in leaving:
         thread.start()

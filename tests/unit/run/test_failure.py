@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -91,6 +92,16 @@ def test_out_of_memory_names_settings_that_need_less() -> None:
     assert f"needs less is tp={2 * CONFIG.tp};" in sentence(1, recompute="full")
     assert "expandable_segments" not in sentence(1)
     assert "needs less" not in sentence(8, phase="generating"), "which has no micro-batches"
+
+
+def test_under_slurm_a_host_has_the_name_that_slurm_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
+    assert from_exception(CONFIG, worker(0), ValueError("boom")).host == "gpu07"
+    assert failure.who(LAYOUT, 0).endswith(" on gpu07")
+    monkeypatch.delenv("SLURMD_NODENAME")
+    assert from_exception(CONFIG, worker(0), ValueError("boom")).host == socket.gethostname()
 
 
 def test_the_first_of_equal_failures_is_the_cause() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parallel3d.metrics.recovery_log import RecoveryLine
 from parallel3d.run.failure import RankFailure, of_node
 from parallel3d.slurm.decide import (
     Answer,
@@ -25,7 +24,6 @@ from parallel3d.slurm.decide import (
     Limits,
     Smaller,
     merged,
-    previous_cause,
 )
 
 Decide = Callable[[Inputs], Decision]
@@ -155,7 +153,7 @@ class Job:
         self.now = 1_800_000_000.0
         self.history: dict[str, tuple[Evidence, ...]] = {}
         self.ledger = Ledger()
-        self.lines: list[RecoveryLine] = []
+        self.cause: RankFailure | None = None
         self.start, self.in_row, self.replaced = 1, 0, 0
         self.starts_without_progress = 0
         self.requeued_for: tuple[str, ...] = ()
@@ -258,7 +256,7 @@ class Job:
             used=used,
             places={node.name: node.place for node in found},
             ended=ended,
-            previous=previous_cause(self.lines),
+            previous=self.cause,
             answers=answers if self.asks else None,
             states={node.name: node.state for node in found},
             history=self.history,
@@ -387,8 +385,8 @@ class Job:
             check(self, inputs, truth, decision)
         except AssertionError as error:
             raise AssertionError(self._told(f"{error}\n{inputs}\n{truth}\n{decision}")) from None
-        sentence = decision.sentence
-        self.lines.append(RecoveryLine(self.now, self.start, decision.name, sentence, inputs=kept))
+        if inputs.ended is not None:
+            self.cause = inputs.ended.cause
         self.history = merged(self.history, decision.history)
         return decision
 

@@ -25,7 +25,7 @@ from parallel3d.slurm.decide import (
     decide,
     line_of,
     merged,
-    previous_cause,
+    of_end,
     replayed,
 )
 
@@ -169,6 +169,14 @@ def test_a_replacement_after_a_nodes_death_is_not_counted_as_a_restart() -> None
     assert decide(replace(dead, starts_in_row=6, replaced_in_row=2)).action == "stop"
     spent = replace(dead, starts_in_row=3, replaced_in_row=2)
     assert decide(spent).replaced_in_row == 2, "as often as there are spares"
+
+
+def test_nodes_are_asked_before_the_count_ends_the_job() -> None:
+    """A dead node would allow one more start."""
+    assert of_end(after(BOOM, starts_in_row=9, answers=None)) is None
+    assert of_end(before()) is None
+    for ended in (Ended(0), Ended(138), Ended(2, first=True), Ended(0, saved_and_asked=True)):
+        assert of_end(after(ended)) == decide(after(ended))
 
 
 # Evidence against nodes
@@ -401,17 +409,6 @@ def lines_of(*inputs: Inputs) -> list[RecoveryLine]:
     return [line_of(each, decide(each)) for each in inputs]
 
 
-def test_the_previous_cause_is_that_of_the_start_before_even_over_a_requeue() -> None:
-    first, second = before(), after(BOOM)
-    assert previous_cause([]) is None
-    assert previous_cause(lines_of(first)) is None
-    assert previous_cause(lines_of(first, second)) == BOOM
-    assert previous_cause(lines_of(first, second, before(start=3))) == BOOM
-    assert previous_cause(lines_of(first, second, after(None))) is None
-    local = replace(line_of(first, decide(first)), inputs=None)
-    assert previous_cause([*lines_of(second), local]) == BOOM
-
-
 def test_a_line_has_the_cause_without_the_rank_of_a_dead_node() -> None:
     inputs = after(SILENT, answers=without("node3"))
     line = line_of(inputs, decide(inputs), failed_at=NOW - 40, seconds={"probe": 1.5})
@@ -427,11 +424,13 @@ def test_replayed_decisions_that_differ_are_said() -> None:
     other = replace(other, decision="stop", nodes=(), sentence="so it was")
     inputs = dict(damaged.inputs or {})
     del inputs["limits"]
-    said = replayed([same, other, replace(damaged, inputs=inputs), replace(same, inputs=None)])
-    assert said[0] == f"start 2: same: {same.sentence}"
-    assert said[1] == f"start 2: stop: so it was. Now it would be same: {same.sentence}"
-    assert said[2] == "start 2: its inputs cannot be read (KeyError: 'limits')"
-    assert len(said) == 3
+    found = replayed([same, other, replace(damaged, inputs=inputs), replace(same, inputs=None)])
+    assert [each.differs for each in found] == [False, True, True]
+    assert [each.sentence() for each in found] == [
+        f"start 2: same: {same.sentence}",
+        f"start 2: stop: so it was; now: same: {same.sentence}",
+        f"start 2: same: {same.sentence}; its inputs are of another version",
+    ]
 
 
 @pytest.mark.slow

@@ -122,28 +122,20 @@ def test_a_decision_and_a_user_error_are_never_a_strike(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "node"),
+    ("said", "expected"),
     [
-        ("rank 4 (pp 0, dp 1, tp 0) on node3 is stopped (SIGSTOP): rank 0 waits in", "node3"),
-        (
-            "rank 4 (dp 1) on node3 does not answer: its process or its host is stopped or gone",
-            "node3",
-        ),
-        ("rank 4 (dp 1) on node3 is gone: rank 0 waits in", None),
-        ("rank 4 (dp 1) on node3 does not answer (its process is in state D): rank 0", None),
-        (
-            "rank 4 (dp 1) on node3 left out a; rank 5 (dp 1) on node1 is stopped (SIGSTOP)",
-            None,
-        ),
-        ("rank 4 (dp 1) on node3 is in all_reduce 3; a device or the network between them", None),
+        ("is stopped (SIGSTOP): rank 0 waits in all_reduce 3", "strike"),
+        ("does not answer: its process or its host is stopped or gone: rank 0 waits", "strike"),
+        ("is gone: rank 0 waits in all_reduce 3", "never"),
+        ("does not answer (its process is in state D): rank 0 waits in all_reduce 3", "never"),
+        ("left out all_reduce; rank 5 (dp 1) on node1 is stopped (SIGSTOP)", "never"),
+        ("is in all_reduce 3; a device or the network between them is stuck", "never"),
     ],
 )
-def test_a_hang_is_a_strike_against_the_node_of_the_stopped_rank(
-    said: str, node: str | None
-) -> None:
-    """The record is of the rank that found it out, on another node."""
-    finding = found(replace(error(f"hang: {said}", host="node1"), kind="hang"))
-    assert (finding.weight, finding.node) == (("strike", node) if node else ("never", None))
+def test_of_the_hangs_only_a_process_that_is_stopped_is_a_strike(said: str, expected: str) -> None:
+    hang = f"hang: rank 4 (pp 0, dp 1, tp 0) on node3 {said}"
+    finding = found(replace(error(hang, host="node3"), kind="hang"))
+    assert (finding.weight, finding.node) == (expected, "node3")
 
 
 def test_a_node_that_was_called_dead_has_a_strike() -> None:
