@@ -32,7 +32,7 @@ TOLD = 8  # refused messages of a start that are printed
 
 
 @dataclass(frozen=True)
-class Answer:
+class NodeAnswer:
     """Holds a node's answer to the self-test; `facts` is all that the self-test has said."""
 
     ok: bool
@@ -90,7 +90,7 @@ class Collector:
         self._beats: dict[str, LastBeat] = {}
         self._reports: dict[str, list[RankReport]] = {}
         self._numbers: dict[str, int] = {}  # sequence number of each node's last message
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, NodeAnswer] = {}
         self._left: dict[str, tuple[int, ...]] = {}
         self._used: tuple[str, ...] | None = None
         self._since = 0.0
@@ -136,7 +136,7 @@ class Collector:
         with self._changed:
             return dict(self._reports)
 
-    def wait_for_answers(self, seconds: float) -> dict[str, Answer]:
+    def wait_for_answers(self, seconds: float) -> dict[str, NodeAnswer]:
         """Returns the nodes' answers when all have come, or after `seconds`."""
         self._wait(seconds, lambda: self._answers.keys() >= self._nodes)
         with self._changed:
@@ -302,7 +302,7 @@ class Collector:
             left = tuple(map(int, payload["left"])) if "left" in payload else None
             answer = payload.get("answer")
             if answer is not None:
-                answer = Answer(answer["ok"] is True, str(answer["why"]), answer)
+                answer = NodeAnswer(answer["ok"] is True, str(answer["why"]), answer)
         except (KeyError, ValueError, TypeError, IndexError, OverflowError):
             raise Refused("it is not a message") from None
         self._numbers[node] = number

@@ -409,6 +409,7 @@ class Guard:
         reports = self._look()
         self._decide_alone(reports, link)
         if self._end_at is not None:
+            test.stop()
             self._end(reports)
         away = frozenset(report.rank for report in reports if report.is_away)
         news = away != self._away or (

@@ -9,7 +9,7 @@ although it has not said that it would leave.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from parallel3d.faults.progress import STATES, State
@@ -24,7 +24,7 @@ class Limits:
     Attributes:
         look: time between looks at the ranks of a host.
         silent, paused: silence after which a node may be dead; `paused` counts while a rank is
-            paused or has no pace yet (it compiles, evaluates, loads).
+            paused or has no pace yet (it compiles, evaluates, loads), and while no node speaks.
         step_least, step_more: besides, no step must have ended for the larger one of `step_least`
             and `step_factor` times the median step plus `step_more`.
         lonely: a guard without ranks and without a collector leaves after this.
@@ -47,9 +47,12 @@ class Limits:
     self_test: float = 120.0
 
     def faster(self, times: float) -> Limits:
-        """Returns limits of which all seconds are `times` shorter, for tests and trials."""
-        seconds = {f.name: getattr(self, f.name) / times for f in fields(self)}
-        return Limits(**seconds | {"step_factor": self.step_factor})
+        """Returns limits of which the seconds that judge are `times` shorter, for trials."""
+        kept = ("step_factor", "connect", "self_test")
+        return replace(
+            self,
+            **{f.name: getattr(self, f.name) / times for f in fields(self) if f.name not in kept},
+        )
 
     def without_step(self, median: float) -> float:
         """Returns how long no step may end at this pace."""
@@ -175,20 +178,19 @@ def verdict(
     if gone:
         return Verdict(gone=gone, failed_at=now)
     stepped = max([since, *(beat.stepped for beat in last.values() if beat.stepped is not None)])
-    slow = any(beat.may_be_slow for beat in last.values())
     median = max((beat.median for beat in last.values()), default=0.0)
+    quiet = {node: now - max(beat.heard, since) for node, beat in last.items()}
+    slow = any(beat.may_be_slow for beat in last.values())
+    # If nobody speaks, the link of this host may be cut, and nobody says whether steps end.
+    slow = slow or min(quiet.values(), default=0.0) >= limits.silent
     silent = limits.paused if slow else limits.silent
     if now - stepped < limits.without_step(median):
         return None
-    dead = tuple(
-        node
-        for node, beat in last.items()
-        if not beat.is_done and now - max(beat.heard, since) >= silent
-    )
+    dead = tuple(node for node in used if not last[node].is_done and quiet[node] >= silent)
     if not dead:
         return None
-    heard = max(last[node].heard for node in dead)
-    return Verdict(dead, failed_at=stepped, silent_s=now - heard, still_s=now - stepped)
+    least = min(quiet[node] for node in dead)
+    return Verdict(dead, failed_at=stepped, silent_s=least, still_s=now - stepped)
 
 
 def silent_nodes(
