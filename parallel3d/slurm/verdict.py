@@ -24,7 +24,7 @@ class Limits:
     Attributes:
         look: time between looks at the ranks of a host.
         silent, paused: silence after which a node may be dead; `paused` counts while a rank is
-            paused or has no pace yet (it compiles, evaluates, loads), and while no node speaks.
+            paused or has no pace yet (it compiles, evaluates, loads), or if no node speaks.
         step_least, step_more: besides, no step must have ended for the larger one of `step_least`
             and `step_factor` times the median step plus `step_more`.
         lonely: a guard without ranks and without a collector leaves after this.
@@ -181,10 +181,13 @@ def verdict(
     median = max((beat.median for beat in last.values()), default=0.0)
     quiet = {node: now - max(beat.heard, since) for node, beat in last.items()}
     slow = any(beat.may_be_slow for beat in last.values())
-    # If nobody speaks, the link of this host may be cut, and nobody says whether steps end.
-    slow = slow or min(quiet.values(), default=0.0) >= limits.silent
     silent = limits.paused if slow else limits.silent
-    if now - stepped < limits.without_step(median):
+    # Nobody knows of steps that ended after the last word of any node. If nobody speaks at all, the
+    # link of this host may be cut.
+    known = now - min(quiet.values(), default=0.0)
+    if now - known >= limits.paused:
+        known = now
+    if known - stepped < limits.without_step(median):
         return None
     dead = tuple(node for node in used if not last[node].is_done and quiet[node] >= silent)
     if not dead:
