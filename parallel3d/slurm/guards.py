@@ -15,7 +15,7 @@ from pathlib import Path
 from parallel3d.comm.store import SECRET
 from parallel3d.faults import progress
 from parallel3d.slurm import commands
-from parallel3d.slurm.collector import Answer, Collector
+from parallel3d.slurm.collector import Collector, NodeAnswer
 from parallel3d.slurm.commands import Allocation
 from parallel3d.slurm.verdict import Verdict
 
@@ -63,7 +63,7 @@ class Guards:
 
     def answers(
         self, lost: frozenset[str], limit_s: float, hurries: Callable[[], bool]
-    ) -> Mapping[str, Answer]:
+    ) -> Mapping[str, NodeAnswer]:
         """Returns the nodes' answers; a node that is missing did not answer in time.
 
         Args:
