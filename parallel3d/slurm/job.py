@@ -258,7 +258,11 @@ class Batch:
             if decided is not None:
                 return self._taken(inputs, decided)
         inputs = replace(
-            inputs, answers=self._answers(ended), states=self._states(), now=time.time()
+            inputs,
+            answers=self._answers(ended),
+            states=self._states(),
+            places=self._places(),
+            now=time.time(),
         )
         self.times.probed = time.time()
         decision = decide(inputs)
@@ -331,6 +335,12 @@ class Batch:
     def _states(self) -> dict[str, str]:
         members = dict.fromkeys((*self.allocation.nodes, *self.used))
         return commands.states_of(list(members)) if len(members) > 1 else {}
+
+    def _places(self) -> dict[str, str]:
+        """Returns the places of nodes in the network if a spare may have to be chosen by them."""
+        if not self.used or len(self.allocation.nodes) <= self.needed:
+            return {}
+        return commands.places_of(tuple(dict.fromkeys((*self.allocation.nodes, *self.used))))
 
     def _release(self, lost: Sequence[str]) -> bool:
         """Makes the job give up nodes; returns whether Slurm allowed it."""
@@ -565,6 +575,12 @@ class Batch:
         self.state.requeued_for = tuple(dict.fromkeys((*self.state.requeued_for, *avoided)))
         self._write_state()
         print_line(f"run={run}: {sentence}")
+        if avoided and not commands.can_avoid(job, avoided, self.state.nodes):
+            print_line(
+                f"Slurm has too few other nodes for this job to leave out {', '.join(avoided)}; "
+                "the next start uses it if it answers"
+            )
+            avoided = ()
         self.signals.terminated = False
         said = commands.requeue(job)
         if said.code and not self.signals.terminated:
