@@ -23,7 +23,7 @@ SHARED = {
     "out of memory": re.compile(
         r"out of (shared )?memory|OutOfMemoryError|MemoryError|can(no|')t allocate memory"
         r"|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDNN_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
-        r"|insufficient memory|\[Errno 12\]",
+        r"|insufficient memory|\[Errno 12\]|Failed to CUDA [mc]alloc",
         re.IGNORECASE,
     ),
     "a full or failing disk": re.compile(

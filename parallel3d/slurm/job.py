@@ -537,7 +537,9 @@ class Batch:
             for node, launched in verdict.gone:
                 rank = rank_of_launch(run_dir / PLACEMENT_FILE, launched)
                 if rank not in known:
-                    found.append(self._gone(node, rank, code if by_itself else 0, verdict))
+                    # srun has one exit code, which says nothing about one of several ranks.
+                    own = code if by_itself and len(verdict.gone) == 1 else 0
+                    found.append(self._gone(node, rank, own, verdict))
         return root_cause(found) if found else None
 
     def _gone(self, node: str, rank: int, code: int, verdict: Verdict) -> RankFailure:

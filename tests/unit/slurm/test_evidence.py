@@ -64,6 +64,11 @@ def test_an_error_of_nccl_is_a_strike(reason: str) -> None:
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", "out of memory"),
         ("OSError: [Errno 12] Cannot allocate memory", "out of memory"),
         ("RuntimeError: DataLoader worker: Bus error, out of shared memory", "out of memory"),
+        (
+            "DistBackendError: NCCL error: unhandled cuda error (Failed to CUDA calloc async 608 "
+            "bytes)",
+            "out of memory",
+        ),
         ("OSError: [Errno 28] No space left on device: 'runs/a'", "a full or failing disk"),
         ("OSError: [Errno 122] Disk quota exceeded", "a full or failing disk"),
         ("OSError: [Errno 5] Input/output error", "a full or failing disk"),
