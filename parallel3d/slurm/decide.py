@@ -451,28 +451,26 @@ def _run(inputs: Inputs, standing: _Standing, seen: list[str]) -> Decision | Non
     usable = [node for node in inputs.nodes if node not in standing.lost]
     barred = [node for node in usable if standing.is_excluded(node)]
     others = [node for node in usable if node not in barred]
-    pool = [node for node in others if not is_out(standing.history.get(node, ()))]
+    good = [node for node in others if not is_out(standing.history.get(node, ()))]
     # Strikes leave a node out only if there are others.
     struck = sorted(
-        (node for node in others if node not in pool),
+        (node for node in others if node not in good),
         key=lambda node: (len(standing.history[node]), node not in inputs.used),
     )
-    pool += struck[: max(0, inputs.needed - len(pool))]
     layouts = (Smaller(inputs.needed, ()), *inputs.limits.smaller)
-    fits = next((each for each in layouts if each.nodes <= len(pool)), None)
-    spoken: list[str] = []
-    if fits is None:
-        if _new_to_slurm(inputs, standing):
-            return None
+    fits = next((each for each in layouts if each.nodes <= len(others)), None)
+    if fits is None and not _new_to_slurm(inputs, standing):
         # A requeue has asked for other nodes in vain.
-        fits = next((each for each in layouts if each.nodes <= len(pool) + len(barred)), None)
-        if fits is None:
-            return None
-        extra = barred[: fits.nodes - len(pool)]
-        pool += extra
-        spoken.append(f"{_names(extra)} is used although it was left out, as there is no other")
-    chosen = _chosen(inputs, pool, fits.nodes)
-    if again := [node for node in struck if node in chosen]:
+        fits = next((each for each in layouts if each.nodes <= len(usable)), None)
+    if fits is None:
+        return None
+    forced = [*struck, *barred][: max(0, fits.nodes - len(good))]
+    chosen = _chosen(inputs, [*good, *forced], fits.nodes)
+    spoken = []
+    if extra := [node for node in forced if node in barred]:
+        were = "is used although it was" if len(extra) == 1 else "are used although they were"
+        spoken.append(f"{_names(extra)} {were} left out, as there is no other")
+    if again := [node for node in forced if node in struck]:
         spoken.append(f"no spare is left for {_names(again)}")
     how = _how(inputs, chosen, fits)
     hardware = any(node in standing.out for node in inputs.used)

@@ -66,7 +66,7 @@ STEP = re.compile(r"\bstep \d+")  # in a phase, such as "train step 12"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a failure says about a node.
+    """Holds what a failure says about a node.
 
     Attributes:
         weight: "decisive" excludes the node at once, two strikes do, and "never" does not count.

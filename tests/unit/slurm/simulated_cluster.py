@@ -30,8 +30,8 @@ Decide = Callable[[Inputs], Decision]
 DAY = 86_400.0
 MOST_DECISIONS = 60
 
-# What the root cause of a start's end says about the node of its rank, and its error. The words of
-# `never` are those of failures that any node would have had.
+# Kinds and errors of root causes: those that speak against the node of their rank, and those
+# (`NEVER`) that any node would have had.
 STRIKES = (
     ("killed", "was killed by SIGSEGV"),
     ("killed", "was killed by SIGILL"),
@@ -85,7 +85,7 @@ class Node:
 
 @dataclass
 class Ledger:
-    """What the job has seen of a node, kept by the simulation itself."""
+    """Holds what the job has seen of its nodes, kept by the simulation itself."""
 
     decisive: dict[str, float] = field(default_factory=dict)  # when a node was last lost
     strikes: dict[str, list[float]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Ledger:
 
 @dataclass
 class Truth:
-    """What really happened before a decision.
+    """Holds what really happened before a decision.
 
     Attributes:
         struck: nodes that deserve a strike, unless they cannot be used at all.
@@ -265,7 +265,7 @@ class Job:
             requeued_for=self.requeued_for,
         )
 
-    # What happens during a start
+    # The life of a start
 
     def _live(self, nodes: list[str], used: tuple[str, ...]) -> tuple[Ended, Truth]:
         """Lets a start live and end; returns its end, and what it really was."""
@@ -488,11 +488,11 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     forced = set(chosen) & barred
     if forced:
         assert set(out) <= asked, "an excluded node is listed"
-        assert "although it was left out" in decision.sentence
+        assert " left out, as there is no other" in decision.sentence
     fits = [size for size in sizes if size <= (len(usable) if forced else len(unbarred))]
     assert len(chosen) == fits[0], "the largest layout that fits"
     assert (len(chosen) < inputs.needed) == bool(decision.words)
-    if len(good) >= inputs.needed:
+    if len(good) >= len(chosen):
         assert not set(chosen) & twice, "two strikes, although there is a spare"
         kept = len(set(chosen) & set(used))
         assert kept == min(len(chosen), len(set(good) & set(used))), (
@@ -501,7 +501,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     same = ended is not None and set(chosen) == set(used)
     name = "same" if same else "smaller" if decision.words else "replace" if ended else "first"
     assert decision.how == name
-    # What the job gives up
+    # Nodes that the job gives up
     silent = [name for name in nodes if name in truth.silent and name != inputs.batch_host]
     assert inputs.batch_host not in decision.release, "the batch host is given up"
     assert list(decision.release) == (silent if inputs.limits.may_release else []), (

@@ -338,6 +338,15 @@ def test_a_smaller_layout_is_used_if_it_is_allowed() -> None:
     assert (found.how, found.nodes, found.words) == ("same", ("node1", "node2"), ("dp=2",))
 
 
+def test_a_smaller_layout_takes_no_node_with_two_strikes_if_it_need_not() -> None:
+    limits = Limits(3, smaller=(Smaller(2, ("dp=2",)),))
+    dead = few("node1", "node4", limits=limits, history={"node2": past(False, False)})
+    assert decide(replace(dead, nodes=NODES[:5], answers=without("node1", "node4"))).nodes == (
+        "node3",
+        "node5",
+    )
+
+
 def test_a_node_is_asked_away_once_and_then_used_if_it_answers() -> None:
     new = before(nodes=USED, limits=Limits(3), history={"node3": OUT})
     assert (decide(new).action, decide(new).exclude) == ("requeue", ("node3",))

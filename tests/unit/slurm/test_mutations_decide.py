@@ -91,7 +91,7 @@ def the_list_is_lost_at_a_requeue() -> Iterator[None]:
 
 @contextmanager
 def a_new_allocation_knows_no_history() -> Iterator[None]:
-    """What earlier jobs have seen does not count before the first start."""
+    """Before the first start, evidence of earlier jobs does not count."""
 
     def changed(inputs: Inputs) -> Decision:
         return decide(inputs if inputs.ended is not None else replace(inputs, history={}))
@@ -172,7 +172,7 @@ def evidence_never_expires() -> Iterator[None]:
 
 @contextmanager
 def a_requeue_asks_again_and_again() -> Iterator[None]:
-    """What a requeue has asked for is forgotten."""
+    """Each requeue is taken for the first."""
 
     def changed(inputs: Inputs) -> Decision:
         return decide(replace(inputs, requeued_for=()))
