@@ -34,12 +34,12 @@ from parallel3d.run.launch import within
 from parallel3d.slurm import commands, nodes
 from parallel3d.slurm.commands import Allocation
 from parallel3d.slurm.decide import (
-    Answer,
     Decision,
-    Ended,
     Evidence,
     Inputs,
     Limits,
+    NodeAnswer,
+    StartEnd,
     decide,
     line_of,
     merged,
@@ -227,7 +227,7 @@ class Batch:
     guards: Guards | None = None
 
     def run(self) -> int:
-        ended: Ended | None = None
+        ended: StartEnd | None = None
         while True:
             if self.signals.asked is not None:
                 asked = f"{self.signals.asked} came while no rank was running"
@@ -247,7 +247,7 @@ class Batch:
     def has_guards(self) -> bool:
         return self.keys.heartbeat_s > 0 and len(self.allocation.nodes) > 1
 
-    def _next(self, ended: Ended | None) -> Decision:
+    def _next(self, ended: StartEnd | None) -> Decision:
         """Decides how to go on, and makes the job give up nodes that are lost."""
         self.state.see_checkpoints(self.keys.run_dir)
         inputs = self._inputs(ended)
@@ -272,7 +272,7 @@ class Batch:
             decision = decide(inputs)
         return self._taken(inputs, decision)
 
-    def _inputs(self, ended: Ended | None) -> Inputs:
+    def _inputs(self, ended: StartEnd | None) -> Inputs:
         now = time.time()
         found = nodes.read(self.keys.run_dir, now, self.keys.exclude_days, print_line)
         state = self.state
@@ -300,7 +300,7 @@ class Batch:
             may_release=self.may_release,
         )
 
-    def _answers(self, ended: Ended | None) -> Mapping[str, Answer] | None:
+    def _answers(self, ended: StartEnd | None) -> Mapping[str, NodeAnswer] | None:
         """Starts the guards of the next start, and returns their nodes' answers.
 
         Without guards the nodes are asked after a failure only, and a job of one node never.
@@ -321,16 +321,16 @@ class Batch:
         self.signals.woken = self.guards.collector.wake
         limit_s = FIRST_ANSWER_S if ended is None else ANSWER_S
         found = self.guards.answers(self.silent, limit_s, lambda: self.signals.asked is not None)
-        return {node: Answer(answer.ok, answer.why) for node, answer in found.items()}
+        return {node: NodeAnswer(answer.ok, answer.why) for node, answer in found.items()}
 
-    def _alive(self) -> dict[str, Answer]:
+    def _alive(self) -> dict[str, NodeAnswer]:
         """Returns the nodes on which Slurm can start a task."""
         steps = {
             node: subprocess.Popen(commands.on_node(node, "true"), stdin=subprocess.DEVNULL)
             for node in self.allocation.nodes
         }
         end_steps(steps.values(), 15.0)
-        return {node: Answer(ok=True) for node, step in steps.items() if step.returncode == 0}
+        return {node: NodeAnswer(ok=True) for node, step in steps.items() if step.returncode == 0}
 
     def _states(self) -> dict[str, str]:
         members = dict.fromkeys((*self.allocation.nodes, *self.used))
@@ -411,7 +411,7 @@ class Batch:
 
     # A start
 
-    def _start(self, decision: Decision) -> Ended:
+    def _start(self, decision: Decision) -> StartEnd:
         """Runs the ranks to their end, and returns what became of them."""
         number, keys = self.state.starts, self.keys
         logs, marker = self._logs(number), keys.run_dir / REQUEUE
@@ -501,7 +501,7 @@ class Batch:
         for line in said[:SAID]:
             print_line(line.removeprefix("parallel3d: "))
 
-    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> Ended:
+    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> StartEnd:
         cause = None
         if code or verdict is not None:
             cause = self._cause(code, by_itself, verdict)
@@ -513,7 +513,7 @@ class Batch:
         asked = self.signals.asked
         if asked is None and code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
             asked = signal.Signals(code - 128).name
-        return Ended(
+        return StartEnd(
             code=code,
             saved_and_asked=marker.is_file(),
             asked=asked,

@@ -16,13 +16,13 @@ from typing import Any
 
 from parallel3d.run.failure import RankFailure, of_node
 from parallel3d.slurm.decide import (
-    Answer,
     Decision,
-    Ended,
     Evidence,
     Inputs,
     Limits,
-    Smaller,
+    NodeAnswer,
+    SmallerLayout,
+    StartEnd,
     merged,
 )
 
@@ -161,11 +161,11 @@ class Job:
         self.decisions: Counter[str] = Counter()
         self.previous_truth: tuple[Any, ...] | None = None
 
-    def _smaller(self) -> tuple[Smaller, ...]:
+    def _smaller(self) -> tuple[SmallerLayout, ...]:
         if self.random.random() < 0.6:
             return ()
         sizes = [n for n in range(self.needed - 1, 0, -1) if self.random.random() < 0.5]
-        return tuple(Smaller(n, (f"dp={n}",)) for n in sizes)
+        return tuple(SmallerLayout(n, (f"dp={n}",)) for n in sizes)
 
     def run(self) -> None:
         """Runs the job to its end; raises AssertionError with the seed at a wrong decision."""
@@ -201,7 +201,7 @@ class Job:
     def _allocation(self, nodes: list[str]) -> tuple[str, ...] | None:
         """Runs the job in one allocation; returns the nodes to exclude next, or None at its end."""
         used: tuple[str, ...] = ()
-        ended: Ended | None = None
+        ended: StartEnd | None = None
         truth = Truth()
         for name in nodes:
             if self.random.random() < 0.05:
@@ -239,10 +239,10 @@ class Job:
         silent = {node.name for node in found if (self.asks and node.dead) or "DOWN" in node.state}
         return replace(truth, lost=frozenset(lost), silent=frozenset(silent))
 
-    def _inputs(self, nodes: list[str], used: tuple[str, ...], ended: Ended | None) -> Inputs:
+    def _inputs(self, nodes: list[str], used: tuple[str, ...], ended: StartEnd | None) -> Inputs:
         found = [self.by_name[name] for name in nodes]
         answers = {
-            node.name: Answer(not node.wrong, "GPU 3: a wrong product" if node.wrong else "")
+            node.name: NodeAnswer(not node.wrong, "GPU 3: a wrong product" if node.wrong else "")
             for node in found
             if not node.dead
         }
@@ -267,7 +267,7 @@ class Job:
 
     # The life of a start
 
-    def _live(self, nodes: list[str], used: tuple[str, ...]) -> tuple[Ended, Truth]:
+    def _live(self, nodes: list[str], used: tuple[str, ...]) -> tuple[StartEnd, Truth]:
         """Lets a start live and end; returns its end, and what it really was."""
         roll = self.random
         self.now += roll.uniform(60, 40_000)
@@ -286,7 +286,7 @@ class Job:
         )[0]
         if roll.random() < 0.06:
             return self._told_to_end(first), Truth()
-        ended = Ended(1, first=first)
+        ended = StartEnd(1, first=first)
         if event == "code":
             code = roll.choice((1, 2, 137, 138, 140))
             return replace(ended, code=code), Truth()
@@ -326,15 +326,15 @@ class Job:
             ended = replace(ended, dead=(roll.choice(used),))
         return replace(ended, cause=cause), truth
 
-    def _told_to_end(self, first: bool) -> Ended:
+    def _told_to_end(self, first: bool) -> StartEnd:
         roll = self.random
         return roll.choice(
             (
-                Ended(0, first=first),
-                Ended(0, saved_and_asked=True, asked="SIGUSR1", first=first),
-                Ended(0, saved_and_asked=True, first=first),
-                Ended(138, asked="SIGTERM", first=first),
-                Ended(
+                StartEnd(0, first=first),
+                StartEnd(0, saved_and_asked=True, asked="SIGUSR1", first=first),
+                StartEnd(0, saved_and_asked=True, first=first),
+                StartEnd(138, asked="SIGTERM", first=first),
+                StartEnd(
                     1,
                     cause=RankFailure(0, "pp 0", "n0", "train step 9", "diverged", 1.0, "decided"),
                     first=first,
@@ -511,7 +511,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
         assert name in decision.sentence or "more" in decision.sentence, "lost in silence"
 
 
-def _ends(inputs: Inputs, ended: Ended, decision: Decision) -> bool:
+def _ends(inputs: Inputs, ended: StartEnd, decision: Decision) -> bool:
     """Checks decisions that do not depend on nodes; returns whether this is one."""
     if ended.saved_and_asked:
         assert (decision.action, decision.code) == ("requeue", 0)
