@@ -29,7 +29,7 @@ How = Literal["first", "same", "replace", "smaller"]
 
 
 @dataclass(frozen=True)
-class NodeAnswer:
+class ProbeAnswer:
     """A node's answer to the probe; `why` says which part of its self-test failed."""
 
     ok: bool
@@ -141,7 +141,7 @@ class Inputs:
     places: Mapping[str, str] = field(default_factory=dict)
     ended: StartEnd | None = None
     previous: RankFailure | None = None
-    answers: Mapping[str, NodeAnswer] | None = None
+    answers: Mapping[str, ProbeAnswer] | None = None
     states: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=dict)
     starts_in_row: int = 0
@@ -164,7 +164,7 @@ class Inputs:
             cause = ended["cause"] and RankFailure(**ended["cause"])
             ended = StartEnd(**{**ended, "cause": cause, "dead": tuple(ended["dead"])})
         if answers is not None:
-            answers = {node: NodeAnswer(**answer) for node, answer in answers.items()}
+            answers = {node: ProbeAnswer(**answer) for node, answer in answers.items()}
         made = {
             "limits": Limits(**limits),
             "ended": ended,

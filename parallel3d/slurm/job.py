@@ -38,7 +38,7 @@ from parallel3d.slurm.decide import (
     Evidence,
     Inputs,
     Limits,
-    NodeAnswer,
+    ProbeAnswer,
     StartEnd,
     decide,
     line_of,
@@ -300,7 +300,7 @@ class Batch:
             may_release=self.may_release,
         )
 
-    def _answers(self, ended: StartEnd | None) -> Mapping[str, NodeAnswer] | None:
+    def _answers(self, ended: StartEnd | None) -> Mapping[str, ProbeAnswer] | None:
         """Starts the guards of the next start, and returns their nodes' answers.
 
         Without guards the nodes are asked after a failure only, and a job of one node never.
@@ -321,16 +321,16 @@ class Batch:
         self.signals.woken = self.guards.collector.wake
         limit_s = FIRST_ANSWER_S if ended is None else ANSWER_S
         found = self.guards.answers(self.silent, limit_s, lambda: self.signals.asked is not None)
-        return {node: NodeAnswer(answer.ok, answer.why) for node, answer in found.items()}
+        return {node: ProbeAnswer(answer.ok, answer.why) for node, answer in found.items()}
 
-    def _alive(self) -> dict[str, NodeAnswer]:
+    def _alive(self) -> dict[str, ProbeAnswer]:
         """Returns the nodes on which Slurm can start a task."""
         steps = {
             node: subprocess.Popen(commands.on_node(node, "true"), stdin=subprocess.DEVNULL)
             for node in self.allocation.nodes
         }
         end_steps(steps.values(), 15.0)
-        return {node: NodeAnswer(ok=True) for node, step in steps.items() if step.returncode == 0}
+        return {node: ProbeAnswer(ok=True) for node, step in steps.items() if step.returncode == 0}
 
     def _states(self) -> dict[str, str]:
         members = dict.fromkeys((*self.allocation.nodes, *self.used))

@@ -20,7 +20,7 @@ from parallel3d.slurm.decide import (
     Evidence,
     Inputs,
     Limits,
-    NodeAnswer,
+    ProbeAnswer,
     SmallerLayout,
     StartEnd,
     merged,
@@ -242,7 +242,7 @@ class Job:
     def _inputs(self, nodes: list[str], used: tuple[str, ...], ended: StartEnd | None) -> Inputs:
         found = [self.by_name[name] for name in nodes]
         answers = {
-            node.name: NodeAnswer(not node.wrong, "GPU 3: a wrong product" if node.wrong else "")
+            node.name: ProbeAnswer(not node.wrong, "GPU 3: a wrong product" if node.wrong else "")
             for node in found
             if not node.dead
         }

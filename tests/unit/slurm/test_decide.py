@@ -19,7 +19,7 @@ from parallel3d.slurm.decide import (
     History,
     Inputs,
     Limits,
-    NodeAnswer,
+    ProbeAnswer,
     SmallerLayout,
     StartEnd,
     decide,
@@ -32,7 +32,7 @@ from parallel3d.slurm.decide import (
 NOW = 1_800_000_000.0
 NODES = tuple(f"node{n}" for n in range(1, 7))  # four are needed, two are spares
 USED = NODES[:4]
-OK = {node: NodeAnswer(True) for node in NODES}
+OK = {node: ProbeAnswer(True) for node in NODES}
 BOOM = RankFailure(2, "pp 0, dp 1", "node3", "train step 12", "KeyError: 'boom'", NOW - 9)
 DEVICE = "AcceleratorError: CUDA error: unspecified launch failure"
 SILENT = of_node("node3", "has sent no beat for 31 s", NOW - 9)
@@ -54,7 +54,7 @@ def after(ended: StartEnd | RankFailure | None, **more: Any) -> Inputs:
     return replace(before(start=2, used=USED, starts_in_row=1, ended=end), **more)
 
 
-def without(*nodes: str) -> dict[str, NodeAnswer]:
+def without(*nodes: str) -> dict[str, ProbeAnswer]:
     return {node: answer for node, answer in OK.items() if node not in nodes}
 
 
@@ -78,7 +78,7 @@ def test_the_first_start_takes_the_first_nodes_and_keeps_spares() -> None:
 
 
 def test_a_bad_spare_is_found_before_the_first_step() -> None:
-    answers = {**without("node5"), "node6": NodeAnswer(False, "GPU 3: a wrong product")}
+    answers = {**without("node5"), "node6": ProbeAnswer(False, "GPU 3: a wrong product")}
     found = decide(before(answers=answers))
     assert found.nodes == USED
     assert found.release == ("node5",), "Slurm would end the job for it"
