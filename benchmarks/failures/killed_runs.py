@@ -287,7 +287,7 @@ class SlurmCommand(Command):
 
     def restarts(self) -> int:
         said = self.log()
-        return said.count("; starting them again") + said.count("DUE TO NODE FAILURE")
+        return said.count("; starting again") + said.count("DUE TO NODE FAILURE")
 
     def log(self) -> str:
         main = self.folder / f"{self.name}.log"

@@ -81,7 +81,7 @@ class SelfTest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SelfTestAnswer:
+class Answer:
     """The result: whether the node is in order, and why not."""
 
     ok: bool
@@ -92,7 +92,7 @@ class SelfTestAnswer:
         return json.dumps({"ok": self.ok, "why": self.why, "facts": self.facts})
 
 
-def self_test(test: SelfTest) -> SelfTestAnswer:
+def self_test(test: SelfTest) -> Answer:
     """Tests this node; see the module's docstring. The caller should not have used CUDA."""
     begun = time.monotonic()
     until = begun + test.limit_s
@@ -130,7 +130,7 @@ def self_test(test: SelfTest) -> SelfTestAnswer:
         facts["shared"] = "; ".join(shared)
     facts["seconds"] = round(time.monotonic() - begun, 3)
     faults = [sentence for part in parts for sentence in part.faults]
-    return SelfTestAnswer(not faults, "; ".join(faults), facts)
+    return Answer(not faults, "; ".join(faults), facts)
 
 
 @dataclass

@@ -21,15 +21,8 @@ from typing import Any
 
 from parallel3d.comm.store import listen_everywhere
 from parallel3d.errors import print_line, readable
-from parallel3d.slurm.messages import Lines, Refusal, message, opened
-from parallel3d.slurm.verdict import (
-    BeatLimits,
-    LastBeat,
-    RankReport,
-    Verdict,
-    silent_nodes,
-    verdict,
-)
+from parallel3d.slurm.messages import Lines, Refused, message, opened
+from parallel3d.slurm.verdict import LastBeat, Limits, RankReport, Verdict, silent_nodes, verdict
 
 LOOK_S = 0.25  # between judgements
 LOOK_AWAKE_S = 1.0  # a longer gap means that this process itself was stopped, not that nodes died
@@ -48,7 +41,7 @@ class NodeAnswer:
 
 
 @dataclass(frozen=True)
-class Leftovers:
+class Ended:
     """Says what became of the processes of a start.
 
     Attributes:
@@ -84,14 +77,14 @@ class Collector:
         nodes: Sequence[str],
         say: Callable[[str], None] = print_line,
         *,
-        limits: BeatLimits | None = None,
+        limits: Limits | None = None,
         port: int = 0,
     ) -> None:
         """Listens on all addresses of this host; `nodes` are those whose guards may speak."""
         if not secret:
             raise ValueError("a collector needs a secret")
         self._secret, self._start, self._nodes = secret.encode(), start, frozenset(nodes)
-        self._say, self._limits = say, limits or BeatLimits()
+        self._say, self._limits = say, limits or Limits()
         self._changed = threading.Condition()
         self._clock = 0.0  # seconds for which this process was not stopped
         self._beats: dict[str, LastBeat] = {}
@@ -108,6 +101,7 @@ class Collector:
         self._has_news = self._is_closed = False
         self._peers: dict[int, _Peer] = {}
         self._of_node: dict[str, _Peer] = {}
+        self._closed: dict[str, float] = {}  # when the only connection of a node was closed
         _allow_files(2 * len(self._nodes) + 2 * MORE_CONNECTIONS)
         self._listening = listen_everywhere(port)
         self._listening.listen(socket.SOMAXCONN)
@@ -164,7 +158,7 @@ class Collector:
         with contextlib.suppress(OSError):
             self._ringer.send(b"w")
 
-    def end(self, patience: float, wait: float | None = None) -> Leftovers:
+    def end(self, patience: float, wait: float | None = None) -> Ended:
         """Makes all guards end their ranks after `patience` seconds, and themselves.
 
         Returns when all nodes that are not silent are clean, or after `wait` seconds, by default
@@ -175,13 +169,13 @@ class Collector:
         self._ring()
         limit = time.monotonic() + (patience + 10.0 if wait is None else wait)
         while (rest := limit - time.monotonic()) > 0:
-            self._wait(rest, self._all_clean)
+            self._wait(min(rest, LOOK_S), self._all_clean)  # the silence of a node grows unseen
             if self._all_clean():
                 break
         with self._changed:
             clean = frozenset(node for node, left in self._left.items() if not left)
             left = {node: left for node, left in self._left.items() if left}
-        return Leftovers(clean, left, self._nodes - clean - left.keys())
+        return Ended(clean, left, self._nodes - clean - left.keys())
 
     def close(self) -> None:
         """Stops listening, and closes all connections."""
@@ -208,7 +202,9 @@ class Collector:
     def _is_awaited(self, node: str, beat: LastBeat) -> bool:
         is_dead = self._verdict is not None and node in self._verdict.dead
         is_silent = self._clock - beat.heard >= self._limits.silent
-        return not is_silent and not is_dead and node not in self._dead_spares
+        closed = self._closed.get(node)
+        is_cut = closed is not None and self._clock - closed >= self._limits.cut
+        return not (is_silent or is_dead or is_cut or node in self._dead_spares)
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError):
@@ -290,7 +286,7 @@ class Collector:
                 number, payload = opened(self._secret, "guard", self._start, line)
                 self._take(peer, number, payload)
                 self._answer(peer, number)
-        except Refusal as refused:
+        except Refused as refused:
             self._refused += 1
             if self._refused <= TOLD:
                 more = "; more are not shown" if self._refused == TOLD else ""
@@ -298,12 +294,12 @@ class Collector:
             self._drop(peer)
 
     def _take(self, peer: _Peer, number: int, payload: dict[str, Any]) -> None:
-        """Takes in a message. Raises Refusal."""
+        """Takes in a message. Raises Refused."""
         node = payload.get("node")
         if not isinstance(node, str) or node not in self._nodes or peer.node not in (None, node):
-            raise Refusal(f"{node} is not one of the nodes of this start")
+            raise Refused(f"{node} is not one of the nodes of this start")
         if number <= self._numbers.get(node, 0):
-            raise Refusal("it is old")
+            raise Refused("it is old")
         try:
             ranks = [RankReport.unpacked(each) for each in payload["ranks"]]
             left = tuple(map(int, payload["left"])) if "left" in payload else None
@@ -311,12 +307,13 @@ class Collector:
             if answer is not None:
                 answer = NodeAnswer(answer["ok"] is True, str(answer["why"]), answer)
         except (KeyError, ValueError, TypeError, IndexError, OverflowError):
-            raise Refusal("it is not a message") from None
+            raise Refused("it is not a message") from None
         self._numbers[node] = number
         if peer.node is None:
             if (older := self._of_node.get(node)) is not None:
                 self._drop(older)
             peer.node, self._of_node[node] = node, peer
+            self._closed.pop(node, None)
         self._beats[node] = LastBeat.of(self._clock, ranks)
         self._reports[node] = ranks
         if left is not None and self._left.get(node) != left:
@@ -358,6 +355,7 @@ class Collector:
             return
         if peer.node is not None and self._of_node.get(peer.node) is peer:
             del self._of_node[peer.node]
+            self._closed[peer.node] = self._clock
         self._selector.unregister(peer.socket)
         peer.socket.close()
 

@@ -91,7 +91,9 @@ class Guards:
         """Ends all processes of the start, and the guards; returns the nodes that said nothing."""
         ended = self.collector.end(patience, patience + LEAVE_S)
         self.collector.close()
+        lost = [self.steps.pop(node) for node in ended.silent]
         end_steps(self.steps.values(), LEAVE_S)
+        end_steps(lost, 0.0)
         return ended.silent
 
 

@@ -34,12 +34,12 @@ from parallel3d.run.launch import within
 from parallel3d.slurm import commands, nodes
 from parallel3d.slurm.commands import Allocation
 from parallel3d.slurm.decide import (
+    Answer,
     Decision,
+    Ended,
     Evidence,
     Inputs,
     Limits,
-    ProbeAnswer,
-    StartEnd,
     decide,
     line_of,
     merged,
@@ -63,6 +63,7 @@ from parallel3d.topology.placed_ranks import rank_of_launch
 ASKING = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 TERMINATED_S = 20.0  # after a requeue, until Slurm ends this process
+LOST_LEAVE_S = 0.5
 POLL_S = 1.0  # between looks whether the ranks have made the run's folder
 SAID = 8  # lines of other ranks that are repeated
 TRAIN = "PARALLEL3D_TRAIN"  # a command that is run in place of `parallel3d train`
@@ -227,13 +228,13 @@ class Batch:
     guards: Guards | None = None
 
     def run(self) -> int:
-        ended: StartEnd | None = None
+        ended: Ended | None = None
         while True:
             if self.signals.asked is not None:
                 asked = f"{self.signals.asked} came while no rank was running"
                 return self._requeue(f"{asked}; the job is queued again", 1)
             decision = self._next(ended)
-            if self.signals.asked is not None and decision.action == "run":
+            if decision is None:
                 self._end_guards(0.0)
                 continue
             if decision.action != "run":
@@ -247,8 +248,11 @@ class Batch:
     def has_guards(self) -> bool:
         return self.keys.heartbeat_s > 0 and len(self.allocation.nodes) > 1
 
-    def _next(self, ended: StartEnd | None) -> Decision:
-        """Decides how to go on, and makes the job give up nodes that are lost."""
+    def _next(self, ended: Ended | None) -> Decision | None:
+        """Decides how to go on, and makes the job give up nodes that are lost.
+
+        Returns None if a signal asks the job to stop before the nodes have answered.
+        """
         self.state.see_checkpoints(self.keys.run_dir)
         inputs = self._inputs(ended)
         if ended is None:
@@ -258,21 +262,19 @@ class Batch:
             if decided is not None:
                 return self._taken(inputs, decided)
         inputs = replace(
-            inputs,
-            answers=self._answers(ended),
-            states=self._states(),
-            places=self._places(),
-            now=time.time(),
+            inputs, answers=self._answers(ended), states=self._states(), now=time.time()
         )
+        if self.signals.asked is not None:
+            return None
         self.times.probed = time.time()
         decision = decide(inputs)
-        if decision.release and self.signals.asked is None and not self._release(decision.release):
+        if decision.release and not self._release(decision.release):
             # Slurm will end the job when it misses the node; a requeue asks for others.
             inputs = replace(inputs, limits=self._limits())
             decision = decide(inputs)
         return self._taken(inputs, decision)
 
-    def _inputs(self, ended: StartEnd | None) -> Inputs:
+    def _inputs(self, ended: Ended | None) -> Inputs:
         now = time.time()
         found = nodes.read(self.keys.run_dir, now, self.keys.exclude_days, print_line)
         state = self.state
@@ -300,7 +302,7 @@ class Batch:
             may_release=self.may_release,
         )
 
-    def _answers(self, ended: StartEnd | None) -> Mapping[str, ProbeAnswer] | None:
+    def _answers(self, ended: Ended | None) -> Mapping[str, Answer] | None:
         """Starts the guards of the next start, and returns their nodes' answers.
 
         Without guards the nodes are asked after a failure only, and a job of one node never.
@@ -321,26 +323,20 @@ class Batch:
         self.signals.woken = self.guards.collector.wake
         limit_s = FIRST_ANSWER_S if ended is None else ANSWER_S
         found = self.guards.answers(self.silent, limit_s, lambda: self.signals.asked is not None)
-        return {node: ProbeAnswer(answer.ok, answer.why) for node, answer in found.items()}
+        return {node: Answer(answer.ok, answer.why) for node, answer in found.items()}
 
-    def _alive(self) -> dict[str, ProbeAnswer]:
+    def _alive(self) -> dict[str, Answer]:
         """Returns the nodes on which Slurm can start a task."""
         steps = {
             node: subprocess.Popen(commands.on_node(node, "true"), stdin=subprocess.DEVNULL)
             for node in self.allocation.nodes
         }
         end_steps(steps.values(), 15.0)
-        return {node: ProbeAnswer(ok=True) for node, step in steps.items() if step.returncode == 0}
+        return {node: Answer(ok=True) for node, step in steps.items() if step.returncode == 0}
 
     def _states(self) -> dict[str, str]:
         members = dict.fromkeys((*self.allocation.nodes, *self.used))
         return commands.states_of(list(members)) if len(members) > 1 else {}
-
-    def _places(self) -> dict[str, str]:
-        """Returns the places of nodes in the network if a spare may have to be chosen by them."""
-        if not self.used or len(self.allocation.nodes) <= self.needed:
-            return {}
-        return commands.places_of(tuple(dict.fromkeys((*self.allocation.nodes, *self.used))))
 
     def _release(self, lost: Sequence[str]) -> bool:
         """Makes the job give up nodes; returns whether Slurm allowed it."""
@@ -411,7 +407,7 @@ class Batch:
 
     # A start
 
-    def _start(self, decision: Decision) -> StartEnd:
+    def _start(self, decision: Decision) -> Ended:
         """Runs the ranks to their end, and returns what became of them."""
         number, keys = self.state.starts, self.keys
         logs, marker = self._logs(number), keys.run_dir / REQUEUE
@@ -479,8 +475,10 @@ class Batch:
             self.silent = self.guards.end(patience)
             self.guards = None
             self.signals.woken = lambda: None
+        # An srun of a lost node never ends.
+        is_lost = bool(self.silent.intersection(self.used))
         with suppress(subprocess.TimeoutExpired):
-            step.wait(LEAVE_S)
+            step.wait(LOST_LEAVE_S if is_lost else LEAVE_S)
         by_itself = step.poll() is not None
         end_steps([step], 0.0)
         return by_itself and step.returncode >= 0
@@ -501,7 +499,7 @@ class Batch:
         for line in said[:SAID]:
             print_line(line.removeprefix("parallel3d: "))
 
-    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> StartEnd:
+    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> Ended:
         cause = None
         if code or verdict is not None:
             cause = self._cause(code, by_itself, verdict)
@@ -513,7 +511,7 @@ class Batch:
         asked = self.signals.asked
         if asked is None and code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
             asked = signal.Signals(code - 128).name
-        return StartEnd(
+        return Ended(
             code=code,
             saved_and_asked=marker.is_file(),
             asked=asked,
@@ -537,9 +535,7 @@ class Batch:
             for node, launched in verdict.gone:
                 rank = rank_of_launch(run_dir / PLACEMENT_FILE, launched)
                 if rank not in known:
-                    # srun has one exit code, which says nothing about one of several ranks.
-                    own = code if by_itself and len(verdict.gone) == 1 else 0
-                    found.append(self._gone(node, rank, own, verdict))
+                    found.append(self._gone(node, rank, code if by_itself else 0, verdict))
         return root_cause(found) if found else None
 
     def _gone(self, node: str, rank: int, code: int, verdict: Verdict) -> RankFailure:
@@ -577,12 +573,6 @@ class Batch:
         self.state.requeued_for = tuple(dict.fromkeys((*self.state.requeued_for, *avoided)))
         self._write_state()
         print_line(f"run={run}: {sentence}")
-        if avoided and not commands.can_avoid(job, avoided, self.state.nodes):
-            print_line(
-                f"Slurm has too few other nodes for this job to leave out {', '.join(avoided)}; "
-                "the next start uses it if it answers"
-            )
-            avoided = ()
         self.signals.terminated = False
         said = commands.requeue(job)
         if said.code and not self.signals.terminated:

@@ -18,7 +18,7 @@ GONE_LETTERS = ("", "Z", "X")  # as in `host.processes.state_letter`
 
 
 @dataclass(frozen=True)
-class BeatLimits:
+class Limits:
     """Holds how long guards and collector wait, in seconds.
 
     Attributes:
@@ -30,6 +30,7 @@ class BeatLimits:
         lonely: a guard without ranks and without a collector leaves after this.
         reconnect: silence of a collector after which its guard connects anew.
         connect: limit of an attempt to connect, and of a connection's first message.
+        cut: at the end of a start, nobody waits longer for a node whose connection is closed.
         records: patience for ranks that a guard ends by its own decision.
         self_test: limit of a self-test.
     """
@@ -43,10 +44,11 @@ class BeatLimits:
     lonely: float = 10.0
     reconnect: float = 15.0
     connect: float = 5.0
+    cut: float = 3.0
     records: float = 2.0
     self_test: float = 120.0
 
-    def faster(self, times: float) -> BeatLimits:
+    def faster(self, times: float) -> Limits:
         """Returns limits of which the seconds that judge are `times` shorter, for trials."""
         kept = ("step_factor", "connect", "self_test")
         return replace(
@@ -165,7 +167,7 @@ def verdict(
     beats: Mapping[str, LastBeat],
     used: Collection[str],
     since: float,
-    limits: BeatLimits,
+    limits: Limits,
 ) -> Verdict | None:
     """Returns why the start must end at `now`, or None if it need not.
 
@@ -197,7 +199,7 @@ def verdict(
 
 
 def silent_nodes(
-    now: float, beats: Mapping[str, LastBeat], nodes: Collection[str], limits: BeatLimits
+    now: float, beats: Mapping[str, LastBeat], nodes: Collection[str], limits: Limits
 ) -> frozenset[str]:
     """Returns the nodes without ranks that were heard once and have been silent for too long."""
     heard = {node: beats[node].heard for node in nodes if node in beats}

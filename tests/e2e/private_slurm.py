@@ -58,12 +58,17 @@ class Slurm:
     known: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ()})
 
     @classmethod
-    def start(cls, shell: Shell, *, nodes: int, rails: Rails | None = None) -> Slurm:
-        """With `rails`, the nodes are its hosts, whose links may be cut."""
+    def start(
+        cls, shell: Shell, *, nodes: int, rails: Rails | None = None, node_timeout_s: int = 10
+    ) -> Slurm:
+        """With `rails`, the nodes are its hosts, whose links may be cut.
+
+        Slurm calls a node down that it has not heard for `node_timeout_s` (by default it is 300).
+        """
         # The test's own folder is unsuitable, because a socket's path must be short.
         state = Path(tempfile.mkdtemp(prefix="p3d-slurm-"))
         slurm = cls(state, shell)
-        words = ["--nodes", str(nodes), "--gpus", "0"]
+        words = ["--nodes", str(nodes), "--gpus", "0", "--node-timeout", str(node_timeout_s)]
         if rails is not None:
             words += ["--railnet", str(rails.state), "--wait", "60"]
             spaces = json.loads((rails.state / "railnet.json").read_text())["spaces"]

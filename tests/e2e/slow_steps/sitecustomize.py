@@ -1,8 +1,9 @@
 """Slows a job's steps from the 12th on until it is released, if a test puts this on PYTHONPATH.
 
 It is released when the file <job's name>.go (for an array: <name>_<element>.go) is in the folder
-that LET_GO names. So a test has time to disturb a run in the middle, however fast or slow the
-machine is. parallel3d itself does not know about this: its trainer is patched when it is imported.
+that LET_GO names; until then a step takes SLOW_STEP_S seconds longer, by default 3. So a test has
+time to disturb a run in the middle, however fast or slow the machine is. parallel3d itself does not
+know about this: its trainer is patched when it is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 FIRST_SLOW_STEP = 12
-SECONDS = 3
+SECONDS = float(os.environ.get("SLOW_STEP_S", "3"))
 
 
 class _PatchTrainer(importlib.abc.MetaPathFinder):
