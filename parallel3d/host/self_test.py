@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import torch
 
 LIMIT_S = 15.0  # until the answer …
+COMPUTE_S = 10.0  # … or until this after a slow import of torch …
 LEFTOVER_S = 45.0  # … and so much longer if a GPU's memory is still held by ranks that end
 WARM_S = 120.0  # the import of torch may go on for so long after the answer
 POLL_S = 2.0
@@ -51,7 +52,10 @@ HELD = 2 << 30  # bytes in use on a GPU that no process computes on
 LEAST_SPACE = 64 << 20  # free bytes of a node's own folders
 SMI_S = 10.0
 FELL_OFF = 15  # the exit code of nvidia-smi for a GPU that has fallen off the bus
+STARTING = "starting"
 IMPORT = "importing torch"
+READY = "waiting to begin"
+ON_CPU, ON_GPUS = "computing on the CPU", "computing on the GPUs"
 SIZE, SIZE_OF_CPU = 4096, 512  # of the matrices that are multiplied
 MULTIPLYING_S = 0.3
 PATTERNS = (0x5555555555555555, -0x5555555555555556)  # all bits change between the two
@@ -111,16 +115,22 @@ def self_test(test: SelfTest) -> Answer:
     parts = [cards, space, folder]
     if computing is not None and not cards.faults:
         parts.append(computing)
-        with suppress(BrokenPipeError):
-            os.write(go, b"!")
+        computing.read(until, READY)
+        # An import that is late goes on, but computes nothing beside the ranks that start then.
+        if computing.stage == READY:
+            with suppress(BrokenPipeError):
+                os.write(go, b"!")
+            computing.read(max(until, computing.since + COMPUTE_S), ON_GPUS)
+            if computing.stage == ON_GPUS:
+                computing.read(max(until, computing.since + COMPUTE_S))
     os.close(go)  # nothing is computed beside a GPU that does not work
-    for part in parts[1:]:
+    for part in (folder, space):
         part.read(until)
     folder.late_shared(f"{test.folder} did not answer")
     space.late("a disk of the node")
     if computing in parts:
-        if computing.stage == IMPORT:  # which goes on
-            computing.late_shared("torch was not imported", keep=True)
+        if computing.stage in (IMPORT, ON_CPU):
+            computing.late_shared(f"{computing.stage} did not end", keep=computing.stage == IMPORT)
         else:
             computing.late("the test of computing")
     facts: dict[str, Any] = {"host": socket.gethostname()}
@@ -143,6 +153,7 @@ class Part:
         faults: sentences on what is wrong with the node.
         shared: sentences on what is wrong, but not with the node.
         stage: what it was doing when it was last heard of.
+        since: when it began that, by time.monotonic.
         waits: whether it waits for other processes.
     """
 
@@ -151,7 +162,8 @@ class Part:
     facts: dict[str, Any] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
-    stage: str = "starting"
+    stage: str = STARTING
+    since: float = field(default_factory=time.monotonic)
     waits: bool = False
     is_done: bool = False
     _begun: float = field(default_factory=time.monotonic)
@@ -191,8 +203,12 @@ class Part:
         finally:
             os._exit(0)
 
-    def read(self, until: float) -> None:
-        """Takes what the part tells, until it is done, waits for others, or the time has passed."""
+    def read(self, until: float, stage: str = "") -> None:
+        """Takes what the part tells.
+
+        It returns if the part is done, waits for others or has come to `stage`, or if the time has
+        passed.
+        """
         waited = self.waits
         while not self.is_done:
             left = max(0.0, until - time.monotonic())  # what has been told is read in any case
@@ -206,14 +222,15 @@ class Part:
             *lines, self._text = self._text.split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
-            if self.waits and not waited:
+            if (self.waits and not waited) or self.stage == stage:
                 break
         if self.is_done:
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
 
     def _take(self, row: Mapping[str, Any]) -> None:
-        self.stage = row.get("stage", self.stage)
+        if "stage" in row:
+            self.stage, self.since = row["stage"], time.monotonic()
         self.waits = self.waits or "waits" in row
         self.facts |= row.get("facts", {})
         self.faults += [row["fault"]] if "fault" in row else []
@@ -221,8 +238,13 @@ class Part:
         self.is_done = self.is_done or "done" in row
 
     def late(self, name: str) -> None:
-        """Counts it as the node's fault if the part has not ended, and kills it."""
-        if not self.is_done:
+        """Counts it as the node's fault if the part has not ended, and kills it.
+
+        A part that has not even begun says that the host is busy, and no more.
+        """
+        if self.stage == STARTING:
+            self.late_shared(f"the host is so busy that the test of {name} did not begin")
+        elif not self.is_done:
             self.faults.append(f"{name} did not answer within {self._after} ({self.stage})")
             self._kill()
 
@@ -354,17 +376,17 @@ def _compute(tell: Tell, go: int) -> None:
     begun = time.monotonic()
     import torch
 
-    tell({"facts": {"import_s": round(time.monotonic() - begun, 3)}, "stage": "waiting to begin"})
+    tell({"facts": {"import_s": round(time.monotonic() - begun, 3)}, "stage": READY})
     if not os.read(go, 1):
         return
-    tell({"stage": "computing on the CPU"})
+    tell({"stage": ON_CPU})
     product = Product.make(SIZE_OF_CPU)
     for fault in faults_of_device(torch.device("cpu"), "the CPU", product, 1 << 26):
         tell({"fault": fault})
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not number:
         return
-    tell({"stage": "computing on the GPUs"})
+    tell({"stage": ON_GPUS})
     product = Product.make(SIZE)
 
     def one(index: int) -> list[str]:

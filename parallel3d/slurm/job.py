@@ -316,7 +316,7 @@ class Batch:
             self.allocation,
             self.state.starts + 1,
             self.keys.heartbeat_s,
-            _self_test(os.environ, self.keys.run_dir, warm=ended is None),
+            _self_test(os.environ, self.keys.run_dir, warm=ended is None and self.keys.spares > 0),
             logs,
             print_line,
         )
@@ -605,7 +605,7 @@ def _self_test(environ: Mapping[str, str], run_dir: Path, *, warm: bool) -> list
     """Returns the command of a node's self-test.
 
     The run's folder, or where it will be made, must be on each node. With `warm`, the test also
-    imports torch on nodes without GPUs, which the ranks then find in the file cache.
+    imports torch on nodes without GPUs, so that ranks that start on a spare find it in the cache.
     """
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     there = run_dir.absolute()

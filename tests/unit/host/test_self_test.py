@@ -177,7 +177,10 @@ def stubs(monkeypatch: pytest.MonkeyPatch, **parts: Callable[..., None]) -> None
 
 
 def hang(stage: str) -> Callable[..., None]:
-    def part(tell: Tell, *_: object) -> None:
+    def part(tell: Tell, *given: object) -> None:
+        if stage in (self_test.ON_CPU, self_test.ON_GPUS):
+            tell({"stage": self_test.READY})
+            assert os.read(given[0], 1)
         tell({"stage": stage})
         time.sleep(60)
 
@@ -189,20 +192,23 @@ def hang(stage: str) -> Callable[..., None]:
     ("part", "stage", "why", "shared"),
     [
         ("try_cards", "asking nvidia-smi", "the driver did not answer within", ""),
-        ("compute", "computing on the GPUs", "the test of computing did not answer within", ""),
+        ("compute", self_test.ON_GPUS, "the test of computing did not answer within", ""),
         ("try_space", "asking for free space", "a disk of the node did not answer within", ""),
         ("try_folder", "writing into /runs", "", "/runs did not answer within"),
-        ("compute", self_test.IMPORT, "", "torch was not imported within"),
+        ("compute", self_test.IMPORT, "", "importing torch did not end within"),
+        ("compute", self_test.ON_CPU, "", "computing on the CPU did not end within"),
+        ("try_space", self_test.STARTING, "", "a disk of the node did not begin within"),
     ],
 )
 def test_a_part_that_hangs_holds_up_no_answer(
     part: str, stage: str, why: str, shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stubs(monkeypatch, **{part: hang(stage)})
-    monkeypatch.setattr(self_test, "WARM_S", 1)
+    monkeypatch.setattr(self_test, "WARM_S", 8)
+    monkeypatch.setattr(self_test, "COMPUTE_S", 1.5)
     limit_s = 1.0
     answer = self_test.self_test(SelfTest(folder=Path("/runs"), warm=True, limit_s=limit_s))
-    assert in_time(answer.facts["seconds"], 2 * limit_s)
+    assert in_time(answer.facts["seconds"], 5 * limit_s)
     assert answer.ok == (not why) and why in answer.why
     assert shared in answer.facts.get("shared", "") and bool(shared) == ("shared" in answer.facts)
     assert not why or stage in answer.why
@@ -240,7 +246,7 @@ def test_without_gpus_torch_is_imported_to_warm_the_cache_alone(
     host: Host, test: SelfTest, imports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compute(tell: Tell, *_: object) -> None:
-        tell({"facts": {"import_s": 1.0}})
+        tell({"facts": {"import_s": 1.0}, "stage": self_test.READY})
 
     stubs(monkeypatch, compute=compute)
     with played(host, tmp_path):
@@ -282,3 +288,20 @@ def test_the_command_prints_one_line_and_leaves_0(tmp_path: Path) -> None:
 def test_the_test_itself_imports_no_torch() -> None:
     check = "import sys, parallel3d.host.self_test; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+@pytest.mark.slow
+def test_an_import_that_is_late_computes_nothing_beside_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def imports(tell: Tell, go: int) -> None:
+        tell({"stage": self_test.IMPORT})
+        time.sleep(1.5)
+        (tmp_path / ("computes" if os.read(go, 1) else "warm")).touch()
+
+    stubs(monkeypatch, compute=imports)
+    assert self_test.self_test(SelfTest(warm=True, limit_s=0.5)).ok
+    until = time.monotonic() + 30
+    while not os.listdir(tmp_path) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert os.listdir(tmp_path) == ["warm"]
