@@ -255,7 +255,7 @@ def test_without_gpus_torch_is_imported_to_warm_the_cache_alone(
 
 def test_waiting_for_leftovers_moves_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(tell: Tell, *_: object) -> None:
-        tell({"waits": True})
+        tell({"waits": True, "stage": "waiting for others"})
         time.sleep(2 * limit_s)
 
     limit_s = 1.0
