@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
@@ -406,25 +407,61 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     FSDP2 shards.
     """
     found = []
-    if rank.fully_sharded:
-        for p in filter(rank.is_fully_sharded, rank.trained):
-            shards, at = rank.shards_of(p), rank.index_of(p)
-            most = sharded_numel(p, shards)
-            first, end = (min(p.numel, most * i) for i in (at, at + 1))
-            found.append(FlatShard.of([(p, first, end - first)]))
-    for bucket in buckets_of(rank):
-        shards = rank.shards_of(bucket[0])
-        own = bucket_numel(bucket, rank) // shards
-        start = own * rank.index_of(bucket[0]) if shards > 1 else 0
-        offset = 0
+    for parameters, own in _flat(rank):
+        first_of_all = parameters[0][0]
+        start = own * rank.index_of(first_of_all) if rank.shards_of(first_of_all) > 1 else 0
         by_kind: dict[tuple[bool, bool], list[tuple[LocalParameter, int, int]]] = defaultdict(list)
-        for p in sorted(bucket, key=lambda p: (p.decays, p.replicated)):
-            first, end = max(start - offset, 0), min(start + own - offset, p.numel)
-            if first < end:
+        for p, offset in parameters:
+            first, end = (min(max(at - offset, 0), p.numel) for at in (start, start + own))
+            if first < end or rank.is_fully_sharded(p):
                 by_kind[p.decays, p.replicated].append((p, first, end - first))
-            offset += p.numel
         found += [FlatShard.of(spans) for spans in by_kind.values()]
     return found
+
+
+def _flat(rank: PipelineRank) -> Iterator[tuple[list[tuple[LocalParameter, int]], int]]:
+    """Yields the flat gradients that ranks divide among them: a parameter of FSDP2, or a bucket.
+
+    Each comes as its parameters with the places of their first elements, and as the number of
+    elements of a rank.
+    """
+    if rank.fully_sharded:
+        for p in filter(rank.is_fully_sharded, rank.trained):
+            yield [(p, 0)], sharded_numel(p, rank.shards_of(p))
+    for bucket in buckets_of(rank):
+        ordered = sorted(bucket, key=lambda p: (p.decays, p.replicated))
+        places = accumulate((p.numel for p in ordered), initial=0)
+        own = bucket_numel(bucket, rank) // rank.shards_of(bucket[0])
+        yield [*zip(ordered, places, strict=False)], own
+
+
+def rank_with_most_sums(rank: PipelineRank) -> PipelineRank:
+    """Returns the rank along dp_cp, at the same place of the pipeline, whose tp sums are largest.
+
+    These are the sums of the gradients of shared heads, of norms and, under sp, of all replicated
+    parameters. Of equal ranks it returns the first.
+    """
+    if rank.layout.tp == 1 or rank.shards == 1:
+        return rank
+    sums: Counter[tuple[bool, int]] = Counter()
+    for parameters, own in _flat(rank):
+        for p, offset in parameters:
+            if rank.shards_of(p) == 1:
+                continue
+            end = offset + p.numel
+            parts = [(end - p.shared, p.owners), (offset, int(rank.sp and p.replicated))]
+            for start, times in parts:
+                for shard in range(start // own, -(-end // own)) if times else ():
+                    both = min(end, own * (shard + 1)) - max(start, own * shard)
+                    sums[p.expert, shard] += times * both
+    ranks = [PipelineRank(rank.blueprint, rank.index, i) for i in range(rank.shards)]
+    experts = next((p for p in rank.trained if p.expert), None)
+
+    def summed(other: PipelineRank) -> int:
+        of_experts = 0 if experts is None else sums[True, other.index_of(experts)]
+        return sums[False, other.data_rank] + of_experts
+
+    return max(ranks, key=summed)
 
 
 def sharded_numel(parameter: LocalParameter, shards: int) -> int:

@@ -25,7 +25,6 @@ VERBS = {
         {
             "run": "name of the run",
             "runs_dir": "folder of all runs (runs)",
-            "exclude_days": "days for which a node is avoided (recovery.exclude_days: 7)",
             "forget": "node to use again from now on",
         },
         ("run",),
@@ -91,27 +90,22 @@ def _explain(verb: str, given: Mapping[str, str], _: list[str]) -> int:
     if verb == "nodes":
         from parallel3d.slurm import nodes
 
-        days = _days(given)
+        days = _exclude_days(run_dir)
         lines = nodes.report(run_dir, time.time(), days, given.get("forget"), print_line)
         print("\n".join(lines))
         return 0
     return _repeat(run_dir)
 
 
-def _days(given: Mapping[str, str]) -> float:
-    text = given.get("exclude_days")
-    if text is None:
-        return RecoveryConfig().exclude_days
+def _exclude_days(run_dir: Path) -> float:
+    """Returns `recovery.exclude_days` of the run."""
+    from parallel3d.run.directory import newest_config
+
     try:
-        days = float(text)
-    except ValueError:
-        days = -1.0
-    if not days >= 0:
-        raise UserError(
-            f"exclude_days={text} must be a number of days of at least 0; the nearest is "
-            "exclude_days=7"
-        )
-    return days
+        config = newest_config(run_dir)
+    except (OSError, UserError):
+        config = None
+    return (config.recovery if config is not None else RecoveryConfig()).exclude_days
 
 
 def _repeat(run_dir: Path) -> int:

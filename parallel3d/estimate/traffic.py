@@ -18,6 +18,7 @@ from parallel3d.blueprint.rank import (
     bucket_numel,
     buckets_of,
     flat_shards,
+    rank_with_most_sums,
     sharded_numel,
 )
 from parallel3d.blueprint.sizes import Number
@@ -249,9 +250,10 @@ def transfers(
         config: a checked configuration.
         layout: the layout to use instead of the configuration's tp, cp, pp, dp and ep.
         stage: index of the rank along pp, 0 to pp − 1. If it is None, each dimension has the calls
-            of the pipeline's busiest rank in this dimension, except pp, which has the traffic in
-            both directions between the two neighbouring ranks that exchange most.
-        data_rank: index of the rank along dp_cp.
+            of the busiest rank in this dimension, except pp, which has the traffic in both
+            directions between the two neighbouring ranks that exchange most.
+        data_rank: index of the rank along dp_cp, which counts if there is a stage. Without one,
+            Muon's exchanges are those of this rank.
 
     Raises:
         ValueError: if there is no such stage.
@@ -264,7 +266,8 @@ def transfers(
     if stage is not None:
         return _of_rank(ranks[stage])
     inner = {_between(rank): rank.index for rank in ranks[1:-1]}
-    lists = [_of_rank(ranks[i]) for i in sorted({0, layout.pp - 1, *inner.values()})]
+    ends = sorted({0, layout.pp - 1, *inner.values()})
+    lists = [_of_rank(ranks[i]) for i in ends]
     found: list[Transfer] = []
     for dim in DIMS:
         if dim == "pp":
@@ -276,6 +279,10 @@ def transfers(
             places = product(range(layout.pp), range(layout.cp))
             every = (_context(PipelineRank(blueprint, *place)) for place in places)
             mine = [[t for t in sent if t.count] for sent in every]
+        if dim == "tp":  # under ZeRO, the gradients that tp ranks sum differ along dp_cp
+            others = (rank_with_most_sums(ranks[i]) for i in ends)
+            more = (_of_rank(other) for other in others if other.data_rank != data_rank)
+            mine += [[t for t in sent if t.dim == dim] for sent in more]
         n = group_size(dim, layout)
         found += max(mine, key=lambda sent: sum(wire_bytes(t, n) for t in sent))
     return found

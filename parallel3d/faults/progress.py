@@ -89,7 +89,7 @@ def read(path: str) -> Seen | None:
         return None
 
 
-class Progress:
+class ProgressFile:
     """Keeps the file of this rank up to date."""
 
     def __init__(self, path: str) -> None:
@@ -111,7 +111,7 @@ class Progress:
         os.replace(part, path)
 
     @classmethod
-    def opened(cls, rank: int, environ: Mapping[str, str]) -> Progress | None:
+    def opened(cls, rank: int, environ: Mapping[str, str]) -> ProgressFile | None:
         """Makes the file of a rank in the folder that `PROGRESS` names.
 
         Returns None without the variable. Raises OSError.

@@ -85,7 +85,7 @@ class SelfTest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class SelfTestAnswer:
     """The result: whether the node is in order, and why not."""
 
     ok: bool
@@ -96,7 +96,7 @@ class Answer:
         return json.dumps({"ok": self.ok, "why": self.why, "facts": self.facts})
 
 
-def self_test(test: SelfTest) -> Answer:
+def self_test(test: SelfTest) -> SelfTestAnswer:
     """Tests this node; see the module's docstring. The caller should not have used CUDA."""
     begun = time.monotonic()
     until = begun + test.limit_s
@@ -140,7 +140,7 @@ def self_test(test: SelfTest) -> Answer:
         facts["shared"] = "; ".join(shared)
     facts["seconds"] = round(time.monotonic() - begun, 3)
     faults = [sentence for part in parts for sentence in part.faults]
-    return Answer(not faults, "; ".join(faults), facts)
+    return SelfTestAnswer(not faults, "; ".join(faults), facts)
 
 
 @dataclass

@@ -52,6 +52,8 @@ PEER_GONE = re.compile(
 )
 # Parts of gloo's messages that are left out: the position in gloo's source, and general advice.
 NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
+# The line of an error of NCCL that has its reason; the first line only has its kind.
+LAST_ERROR = re.compile(r"Last error:\s*(\S.*)")
 OUT_OF_MEMORY = "OutOfMemoryError"  # a class of torch, which is not imported here
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 
@@ -163,6 +165,8 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     """Returns the failure for an exception that this rank did not handle."""
     name, said = type(error).__name__, NOISE.sub("", first_line(error)).strip()
     text = name if said in ("", name) else f"{name}: {said[:500]}"
+    if (cause := LAST_ERROR.search(str(error))) is not None:
+        text = f"{text} ({cause[1].strip()[:300]})"
     if name == OUT_OF_MEMORY and worker.phase.startswith(("train", "verifying")):
         advice = _needs_less_memory(config.micro_batch_size, config.recompute, config.tp)
         text = f"{text} {advice}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from parallel3d.blueprint.rank_mapping import RankMapping
-    from parallel3d.faults.progress import Progress
+    from parallel3d.faults.progress import ProgressFile
 
 
 T = TypeVar("T")
@@ -253,7 +253,7 @@ class Worker:
     store: Store | None = None
     watchdog: ProgressWatch | None = None
     log: OperationLog = field(default_factory=OperationLog)
-    progress: Progress | None = None
+    progress: ProgressFile | None = None
     taking_run: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod

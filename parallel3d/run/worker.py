@@ -18,7 +18,7 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
-from parallel3d.faults.progress import PROGRESS, Progress
+from parallel3d.faults.progress import PROGRESS, ProgressFile
 from parallel3d.host.devices import device_of_rank, gpu_environment
 from parallel3d.host.memory import bind_near, keep_freed_memory, nothing_collected
 from parallel3d.host.processes import die_with_parent, drop_failed_output
@@ -163,13 +163,13 @@ def run_joined(
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
-def _progress(rank: int, environ: Mapping[str, str]) -> Progress | None:
+def _progress(rank: int, environ: Mapping[str, str]) -> ProgressFile | None:
     """Returns this rank's file of progress; None if no guard asks for it, or if it cannot be made.
 
     `rank` is the launcher's number, which names the process; its place in the layout may differ.
     """
     try:
-        return Progress.opened(rank, environ)
+        return ProgressFile.opened(rank, environ)
     except OSError as error:
         print_line(f"{PROGRESS}={environ[PROGRESS]} cannot be used ({error.strerror or error})")
         return None

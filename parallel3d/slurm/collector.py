@@ -21,8 +21,15 @@ from typing import Any
 
 from parallel3d.comm.store import listen_everywhere
 from parallel3d.errors import print_line, readable
-from parallel3d.slurm.messages import Lines, Refused, message, opened
-from parallel3d.slurm.verdict import LastBeat, Limits, RankReport, Verdict, silent_nodes, verdict
+from parallel3d.slurm.messages import Lines, Refusal, message, opened
+from parallel3d.slurm.verdict import (
+    BeatLimits,
+    LastBeat,
+    RankReport,
+    Verdict,
+    silent_nodes,
+    verdict,
+)
 
 LOOK_S = 0.25  # between judgements
 LOOK_AWAKE_S = 1.0  # a longer gap means that this process itself was stopped, not that nodes died
@@ -41,7 +48,7 @@ class NodeAnswer:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Leftovers:
     """Says what became of the processes of a start.
 
     Attributes:
@@ -77,14 +84,14 @@ class Collector:
         nodes: Sequence[str],
         say: Callable[[str], None] = print_line,
         *,
-        limits: Limits | None = None,
+        limits: BeatLimits | None = None,
         port: int = 0,
     ) -> None:
         """Listens on all addresses of this host; `nodes` are those whose guards may speak."""
         if not secret:
             raise ValueError("a collector needs a secret")
         self._secret, self._start, self._nodes = secret.encode(), start, frozenset(nodes)
-        self._say, self._limits = say, limits or Limits()
+        self._say, self._limits = say, limits or BeatLimits()
         self._changed = threading.Condition()
         self._clock = 0.0  # seconds for which this process was not stopped
         self._beats: dict[str, LastBeat] = {}
@@ -158,7 +165,7 @@ class Collector:
         with contextlib.suppress(OSError):
             self._ringer.send(b"w")
 
-    def end(self, patience: float, wait: float | None = None) -> Ended:
+    def end(self, patience: float, wait: float | None = None) -> Leftovers:
         """Makes all guards end their ranks after `patience` seconds, and themselves.
 
         Returns when all nodes that are not silent are clean, or after `wait` seconds, by default
@@ -175,7 +182,7 @@ class Collector:
         with self._changed:
             clean = frozenset(node for node, left in self._left.items() if not left)
             left = {node: left for node, left in self._left.items() if left}
-        return Ended(clean, left, self._nodes - clean - left.keys())
+        return Leftovers(clean, left, self._nodes - clean - left.keys())
 
     def close(self) -> None:
         """Stops listening, and closes all connections."""
@@ -286,7 +293,7 @@ class Collector:
                 number, payload = opened(self._secret, "guard", self._start, line)
                 self._take(peer, number, payload)
                 self._answer(peer, number)
-        except Refused as refused:
+        except Refusal as refused:
             self._refused += 1
             if self._refused <= TOLD:
                 more = "; more are not shown" if self._refused == TOLD else ""
@@ -294,12 +301,12 @@ class Collector:
             self._drop(peer)
 
     def _take(self, peer: _Peer, number: int, payload: dict[str, Any]) -> None:
-        """Takes in a message. Raises Refused."""
+        """Takes in a message. Raises Refusal."""
         node = payload.get("node")
         if not isinstance(node, str) or node not in self._nodes or peer.node not in (None, node):
-            raise Refused(f"{node} is not one of the nodes of this start")
+            raise Refusal(f"{node} is not one of the nodes of this start")
         if number <= self._numbers.get(node, 0):
-            raise Refused("it is old")
+            raise Refusal("it is old")
         try:
             ranks = [RankReport.unpacked(each) for each in payload["ranks"]]
             left = tuple(map(int, payload["left"])) if "left" in payload else None
@@ -307,7 +314,7 @@ class Collector:
             if answer is not None:
                 answer = NodeAnswer(answer["ok"] is True, str(answer["why"]), answer)
         except (KeyError, ValueError, TypeError, IndexError, OverflowError):
-            raise Refused("it is not a message") from None
+            raise Refusal("it is not a message") from None
         self._numbers[node] = number
         if peer.node is None:
             if (older := self._of_node.get(node)) is not None:

@@ -14,10 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parallel3d.errors import UserError, first_line
-from parallel3d.topology.cluster.slurm import expand_hostlist, expand_tasks_per_node
+from parallel3d.topology.cluster.slurm import (
+    expand_hostlist,
+    expand_tasks_per_node,
+    parse_topology,
+)
 
 ANSWER_S = 60.0  # limit of a question to the controller
 TIMED_OUT = 124  # as of timeout(1)
+GONE_STATES = ("down", "drain", "drng", "fail", "maint", "inval")  # as sinfo abbreviates them
 # Ranks that are left so long after the first one has ended are killed: NCCL waits for dead peers.
 LAST_RANKS_S = 30
 
@@ -193,6 +198,36 @@ def release(job: str, kept: Sequence[str]) -> Said:
 
 def requeue(job: str) -> Said:
     return call("scontrol", "requeue", job)
+
+
+def can_avoid(job: str, nodes: Sequence[str], wanted: int) -> bool:
+    """Returns whether the partition of a job has `wanted` nodes beside these.
+
+    Without, a job that excludes them would wait until somebody takes the exclusion back, even once
+    the nodes are repaired. If Slurm does not answer, there may be others.
+    """
+    said = call("squeue", "-h", "-t", "all", "-j", job, "-o", "%P|%n", limit_s=10).out.split("|")
+    if len(said) != 2:
+        return True
+    partition, demanded = said[0], said[1].strip()
+    if demanded and not {*nodes}.isdisjoint(expand_hostlist(demanded)):
+        return False  # `--nodelist` of sbatch names one
+    listed = call("sinfo", "-h", "-N", "-p", partition, "-o", "%N %t", limit_s=10)
+    found = dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
+    others = [name for name, state in found.items() if name not in nodes]
+    usable = [name for name in others if not found[name].startswith(GONE_STATES)]
+    return not found or len(usable) >= wanted
+
+
+def places_of(nodes: Sequence[str]) -> dict[str, str]:
+    """Returns the block and the leaf switch of each node, as far as Slurm knows a topology."""
+    said = call("scontrol", "show", "topology", limit_s=10)
+    try:
+        topology = parse_topology(said.out, "scontrol show topology")
+    except UserError:  # Slurm has none
+        return {}
+    places = {node: (topology.block.get(node), topology.unit.get(node)) for node in nodes}
+    return {node: ".".join(filter(None, place)) for node, place in places.items() if any(place)}
 
 
 def exclude(job: str, nodes: Sequence[str]) -> Said:

@@ -18,7 +18,7 @@ from parallel3d.errors import USER_ERROR
 from parallel3d.files import plain
 from parallel3d.metrics.recovery_log import Cause, RecoveryLine
 from parallel3d.run.failure import NO_RANK, RankFailure
-from parallel3d.slurm.evidence import Finding, evidence_of
+from parallel3d.slurm.evidence import NodeFinding, evidence_of
 from parallel3d.text import count
 
 Action = Literal["run", "requeue", "stop", "done"]
@@ -29,7 +29,7 @@ How = Literal["first", "same", "replace", "smaller"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeAnswer:
     """A node's answer to the probe; `why` says which part of its self-test failed."""
 
     ok: bool
@@ -57,7 +57,7 @@ History = Mapping[str, tuple[Evidence, ...]]  # by node, oldest first
 
 
 @dataclass(frozen=True)
-class Smaller:
+class SmallerLayout:
     """A layout for fewer nodes, with the overrides (`words`) that select it."""
 
     nodes: int
@@ -78,12 +78,12 @@ class Limits:
     max_restarts: int
     spares: int = 0
     exclude_days: float = 7.0
-    smaller: tuple[Smaller, ...] = ()
+    smaller: tuple[SmallerLayout, ...] = ()
     may_release: bool = True
 
 
 @dataclass(frozen=True)
-class Ended:
+class StartEnd:
     """The end of a start.
 
     Attributes:
@@ -139,9 +139,9 @@ class Inputs:
     limits: Limits
     used: tuple[str, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
-    ended: Ended | None = None
+    ended: StartEnd | None = None
     previous: RankFailure | None = None
-    answers: Mapping[str, Answer] | None = None
+    answers: Mapping[str, ProbeAnswer] | None = None
     states: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=dict)
     starts_in_row: int = 0
@@ -158,13 +158,13 @@ class Inputs:
         ended, previous, answers = found["ended"], found["previous"], found["answers"]
         limits = dict(found["limits"])
         limits["smaller"] = tuple(
-            Smaller(each["nodes"], tuple(each["words"])) for each in limits["smaller"]
+            SmallerLayout(each["nodes"], tuple(each["words"])) for each in limits["smaller"]
         )
         if ended is not None:
             cause = ended["cause"] and RankFailure(**ended["cause"])
-            ended = Ended(**{**ended, "cause": cause, "dead": tuple(ended["dead"])})
+            ended = StartEnd(**{**ended, "cause": cause, "dead": tuple(ended["dead"])})
         if answers is not None:
-            answers = {node: Answer(**answer) for node, answer in answers.items()}
+            answers = {node: ProbeAnswer(**answer) for node, answer in answers.items()}
         made = {
             "limits": Limits(**limits),
             "ended": ended,
@@ -367,18 +367,18 @@ def _loss(inputs: Inputs, node: str) -> str:
     return "" if answer.ok else f"failed its self-test ({plain(answer.why)})"
 
 
-def _finding(inputs: Inputs) -> Finding:
+def _finding(inputs: Inputs) -> NodeFinding:
     """Returns what the root cause says."""
     cause = inputs.ended.cause if inputs.ended is not None else None
     if cause is None:
-        return Finding("never")
+        return NodeFinding("never")
     previous = inputs.previous
     if inputs.starts_in_row == 0 and previous is not None and not previous.phase:
         previous = None  # a checkpoint was made since, so it was not the same step
     return evidence_of(cause, inputs.used, previous)
 
 
-def _strikes(inputs: Inputs, found: Finding, lost: Mapping[str, str]) -> dict[str, str]:
+def _strikes(inputs: Inputs, found: NodeFinding, lost: Mapping[str, str]) -> dict[str, str]:
     """Returns the nodes that the root cause speaks against, and its words."""
     ended = inputs.ended
     if ended is None:
@@ -393,7 +393,7 @@ def _strikes(inputs: Inputs, found: Finding, lost: Mapping[str, str]) -> dict[st
     return {node: struck[node] for node in inputs.nodes if node in struck and node not in lost}
 
 
-def _observed(cause: RankFailure, found: Finding) -> str:
+def _observed(cause: RankFailure, found: NodeFinding) -> str:
     """Returns a failure as the end of a sentence about its node."""
     if cause.kind == "node":
         return plain(cause.error)
@@ -451,28 +451,26 @@ def _run(inputs: Inputs, standing: _Standing, seen: list[str]) -> Decision | Non
     usable = [node for node in inputs.nodes if node not in standing.lost]
     barred = [node for node in usable if standing.is_excluded(node)]
     others = [node for node in usable if node not in barred]
-    pool = [node for node in others if not is_out(standing.history.get(node, ()))]
+    good = [node for node in others if not is_out(standing.history.get(node, ()))]
     # Strikes leave a node out only if there are others.
     struck = sorted(
-        (node for node in others if node not in pool),
+        (node for node in others if node not in good),
         key=lambda node: (len(standing.history[node]), node not in inputs.used),
     )
-    pool += struck[: max(0, inputs.needed - len(pool))]
-    layouts = (Smaller(inputs.needed, ()), *inputs.limits.smaller)
-    fits = next((each for each in layouts if each.nodes <= len(pool)), None)
-    spoken: list[str] = []
-    if fits is None:
-        if _new_to_slurm(inputs, standing):
-            return None
+    layouts = (SmallerLayout(inputs.needed, ()), *inputs.limits.smaller)
+    fits = next((each for each in layouts if each.nodes <= len(others)), None)
+    if fits is None and not _new_to_slurm(inputs, standing):
         # A requeue has asked for other nodes in vain.
-        fits = next((each for each in layouts if each.nodes <= len(pool) + len(barred)), None)
-        if fits is None:
-            return None
-        extra = barred[: fits.nodes - len(pool)]
-        pool += extra
-        spoken.append(f"{_names(extra)} is used although it was left out, as there is no other")
-    chosen = _chosen(inputs, pool, fits.nodes)
-    if again := [node for node in struck if node in chosen]:
+        fits = next((each for each in layouts if each.nodes <= len(usable)), None)
+    if fits is None:
+        return None
+    forced = [*struck, *barred][: max(0, fits.nodes - len(good))]
+    chosen = _chosen(inputs, [*good, *forced], fits.nodes)
+    spoken = []
+    if extra := [node for node in forced if node in barred]:
+        were = "is used although it was" if len(extra) == 1 else "are used although they were"
+        spoken.append(f"{_names(extra)} {were} left out, as there is no other")
+    if again := [node for node in forced if node in struck]:
         spoken.append(f"no spare is left for {_names(again)}")
     how = _how(inputs, chosen, fits)
     hardware = any(node in standing.out for node in inputs.used)
@@ -499,7 +497,7 @@ def _must_go(inputs: Inputs, node: str) -> bool:
     return is_silent or "DOWN" in inputs.states.get(node, "").upper()
 
 
-def _how(inputs: Inputs, chosen: tuple[str, ...], layout: Smaller) -> How:
+def _how(inputs: Inputs, chosen: tuple[str, ...], layout: SmallerLayout) -> How:
     if set(chosen) == set(inputs.used) and inputs.ended is not None:
         return "same"
     if layout.nodes < inputs.needed:
@@ -591,7 +589,7 @@ def _plural(predicate: str) -> str:
     return f"{PLURAL.get(verb, verb)} {rest}"
 
 
-def _cause(ended: Ended) -> str:
+def _cause(ended: StartEnd) -> str:
     if ended.cause is None:
         return f"the ranks ended with code {ended.code}"
     return plain(ended.cause.sentence()).rstrip(".")
@@ -615,7 +613,7 @@ def _seen(inputs: Inputs, standing: _Standing) -> list[str]:
     return said
 
 
-def _next_start(inputs: Inputs, chosen: tuple[str, ...], layout: Smaller, how: How) -> str:
+def _next_start(inputs: Inputs, chosen: tuple[str, ...], layout: SmallerLayout, how: How) -> str:
     number = count(len(chosen), "node")
     if how == "same":
         return "starting again" if len(chosen) == 1 else f"starting again on the same {number}"

@@ -23,7 +23,7 @@ SHARED = {
     "out of memory": re.compile(
         r"out of (shared )?memory|OutOfMemoryError|MemoryError|can(no|')t allocate memory"
         r"|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDNN_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
-        r"|insufficient memory|\[Errno 12\]",
+        r"|insufficient memory|\[Errno 12\]|Failed to CUDA [mc]alloc",
         re.IGNORECASE,
     ),
     "a full or failing disk": re.compile(
@@ -65,8 +65,8 @@ STEP = re.compile(r"\bstep \d+")  # in a phase, such as "train step 12"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a failure says about a node.
+class NodeFinding:
+    """Holds what a failure says about a node.
 
     Attributes:
         weight: "decisive" excludes the node at once, two strikes do, and "never" does not count.
@@ -86,7 +86,7 @@ class Finding:
 
 def evidence_of(
     cause: RankFailure, nodes: Iterable[str], previous: RankFailure | None = None
-) -> Finding:
+) -> NodeFinding:
     """Returns what the root cause of a start's end says about one of `nodes`.
 
     `previous` is the root cause of the start before. The same error at the same step on another
@@ -105,26 +105,26 @@ def evidence_of(
     return replace(found, recurs=_will_recur(cause, found))
 
 
-def _alone(cause: RankFailure, nodes: list[str]) -> Finding:
+def _alone(cause: RankFailure, nodes: list[str]) -> NodeFinding:
     node = node_of(cause.host, nodes)
     if cause.kind == "node":
         # A node that does not answer now either is excluded for that.
-        return Finding("strike", node, "called dead")
+        return NodeFinding("strike", node, "called dead")
     if cause.kind == "hang":
         is_stopped = STOPPED.match(cause.error) is not None
-        return Finding("strike" if is_stopped else "never", node, "a process that is stopped")
+        return NodeFinding("strike" if is_stopped else "never", node, "a process that is stopped")
     if cause.kind == "killed":
-        return Finding("strike" if BROKEN.search(cause.error) else "never", node)
+        return NodeFinding("strike" if BROKEN.search(cause.error) else "never", node)
     if cause.kind != "error" or cause.diverged or cause.is_echo:
-        return Finding("never", node)
+        return NodeFinding("never", node)
     for what, pattern in SHARED.items():
         if pattern.search(cause.error):
-            return Finding("never", node, what)
+            return NodeFinding("never", node, what)
     if DEVICE.search(cause.error):
-        return Finding("strike", node, "a device error")
+        return NodeFinding("strike", node, "a device error")
     if COLLECTIVE.search(cause.error):
-        return Finding("strike", node, "an error of NCCL", is_collective=True)
-    return Finding("never", node)
+        return NodeFinding("strike", node, "an error of NCCL", is_collective=True)
+    return NodeFinding("never", node)
 
 
 def node_of(host: str, nodes: Iterable[str]) -> str | None:
@@ -146,7 +146,7 @@ def is_same(cause: RankFailure, previous: RankFailure) -> bool:
     )
 
 
-def _will_recur(cause: RankFailure, found: Finding) -> bool:
+def _will_recur(cause: RankFailure, found: NodeFinding) -> bool:
     """Returns whether an error that has come twice in the same phase would come again.
 
     A signal comes from outside, and a time-out from another rank. An error outside of steps, as in

@@ -25,8 +25,8 @@ from typing import Any
 from parallel3d.comm.store import SECRET
 from parallel3d.faults.progress import START, Seen, make_folder, read
 from parallel3d.host.processes import born, kill, state_letter
-from parallel3d.slurm.messages import Lines, Refused, message, opened
-from parallel3d.slurm.verdict import GONE_LETTERS, Limits, RankReport
+from parallel3d.slurm.messages import Lines, Refusal, message, opened
+from parallel3d.slurm.verdict import GONE_LETTERS, BeatLimits, RankReport
 
 LOOK_AWAKE_S = 1.0  # a longer gap between two looks means that the guard itself was stopped
 ANSWER_BYTES = 8192  # of the self-test's answer
@@ -120,7 +120,7 @@ def _descendants(children: dict[int, list[int]], top: int) -> set[int]:
 
 
 @dataclass
-class Link:
+class CollectorConnection:
     """Keeps a connection to the first collector's address that answers; never waits.
 
     Attributes:
@@ -132,7 +132,7 @@ class Link:
     places: Sequence[str]
     secret: bytes
     start: int
-    limits: Limits
+    limits: BeatLimits
     selector: selectors.BaseSelector
     refused_since: float | None = None
     _socket: socket.socket | None = None
@@ -221,10 +221,10 @@ class Link:
             for line in self._lines.of(data):
                 number, payload = opened(self.secret, "collector", self.start, line)
                 if number <= self._theirs:
-                    raise Refused("it is old")
+                    raise Refusal("it is old")
                 self._theirs = number
                 found.append(payload)
-        except Refused as refused:
+        except Refusal as refused:
             say(f"a message of the collector's address was refused: {refused}")
             self.drop()
         if found:
@@ -261,7 +261,7 @@ class Link:
 # --- the node's self-test ---------------------------------------------------------------------
 
 
-class SelfTest:
+class SelfTestChild:
     """Runs the command of a node's self-test as a child, and keeps its last line."""
 
     def __init__(self, command: Sequence[str], selector: selectors.BaseSelector) -> None:
@@ -355,7 +355,7 @@ class Guard:
     interval: float
     folder: str
     command: Sequence[str] = ()
-    limits: Limits = field(default_factory=Limits)
+    limits: BeatLimits = field(default_factory=BeatLimits)
     _clock: float = 0.0  # seconds for which this process was not stopped
     _heard: float = 0.0  # the collector's last word, by this clock
     _ranks: dict[int, Seen] = field(default_factory=dict)
@@ -374,8 +374,8 @@ class Guard:
         make_folder(self.folder)
         self._forget_dead_files()
         with selectors.DefaultSelector() as selector:
-            link = Link(self.places, self.secret, self.start, self.limits, selector)
-            test = SelfTest(self.command, selector)
+            link = CollectorConnection(self.places, self.secret, self.start, self.limits, selector)
+            test = SelfTestChild(self.command, selector)
             last = time.monotonic()
             while not self._is_over:
                 for key, mask in selector.select(self.limits.look):
@@ -405,7 +405,7 @@ class Guard:
             if seen is None or not state_letter(seen.pid, seen.born):
                 os.unlink(entry.path)
 
-    def _step(self, link: Link, test: SelfTest) -> None:
+    def _step(self, link: CollectorConnection, test: SelfTestChild) -> None:
         reports = self._look()
         self._decide_alone(reports, link)
         if self._end_at is not None:
@@ -458,7 +458,7 @@ class Guard:
         if self._is_clean_at is not None and self._acknowledged >= self._is_clean_at:
             self._is_over = True
 
-    def _decide_alone(self, reports: Sequence[RankReport], link: Link) -> None:
+    def _decide_alone(self, reports: Sequence[RankReport], link: CollectorConnection) -> None:
         """Ends the ranks, or only itself, if nobody has told it anything for long."""
         quiet, limits = self._clock - self._heard, self.limits
         working = [report for report in reports if not report.is_away]
@@ -533,7 +533,7 @@ def main(words: Sequence[str]) -> int:
         given.interval,
         given.progress,
         given.self_test,
-        Limits().faster(given.faster),
+        BeatLimits().faster(given.faster),
     )
     try:
         return guard.run()

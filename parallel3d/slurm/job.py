@@ -34,12 +34,12 @@ from parallel3d.run.launch import within
 from parallel3d.slurm import commands, nodes
 from parallel3d.slurm.commands import Allocation
 from parallel3d.slurm.decide import (
-    Answer,
     Decision,
-    Ended,
     Evidence,
     Inputs,
     Limits,
+    ProbeAnswer,
+    StartEnd,
     decide,
     line_of,
     merged,
@@ -228,7 +228,7 @@ class Batch:
     guards: Guards | None = None
 
     def run(self) -> int:
-        ended: Ended | None = None
+        ended: StartEnd | None = None
         while True:
             if self.signals.asked is not None:
                 asked = f"{self.signals.asked} came while no rank was running"
@@ -248,7 +248,7 @@ class Batch:
     def has_guards(self) -> bool:
         return self.keys.heartbeat_s > 0 and len(self.allocation.nodes) > 1
 
-    def _next(self, ended: Ended | None) -> Decision | None:
+    def _next(self, ended: StartEnd | None) -> Decision | None:
         """Decides how to go on, and makes the job give up nodes that are lost.
 
         Returns None if a signal asks the job to stop before the nodes have answered.
@@ -262,7 +262,11 @@ class Batch:
             if decided is not None:
                 return self._taken(inputs, decided)
         inputs = replace(
-            inputs, answers=self._answers(ended), states=self._states(), now=time.time()
+            inputs,
+            answers=self._answers(ended),
+            states=self._states(),
+            places=self._places(),
+            now=time.time(),
         )
         if self.signals.asked is not None:
             return None
@@ -274,7 +278,7 @@ class Batch:
             decision = decide(inputs)
         return self._taken(inputs, decision)
 
-    def _inputs(self, ended: Ended | None) -> Inputs:
+    def _inputs(self, ended: StartEnd | None) -> Inputs:
         now = time.time()
         found = nodes.read(self.keys.run_dir, now, self.keys.exclude_days, print_line)
         state = self.state
@@ -302,7 +306,7 @@ class Batch:
             may_release=self.may_release,
         )
 
-    def _answers(self, ended: Ended | None) -> Mapping[str, Answer] | None:
+    def _answers(self, ended: StartEnd | None) -> Mapping[str, ProbeAnswer] | None:
         """Starts the guards of the next start, and returns their nodes' answers.
 
         Without guards the nodes are asked after a failure only, and a job of one node never.
@@ -323,20 +327,26 @@ class Batch:
         self.signals.woken = self.guards.collector.wake
         limit_s = FIRST_ANSWER_S if ended is None else ANSWER_S
         found = self.guards.answers(self.silent, limit_s, lambda: self.signals.asked is not None)
-        return {node: Answer(answer.ok, answer.why) for node, answer in found.items()}
+        return {node: ProbeAnswer(answer.ok, answer.why) for node, answer in found.items()}
 
-    def _alive(self) -> dict[str, Answer]:
+    def _alive(self) -> dict[str, ProbeAnswer]:
         """Returns the nodes on which Slurm can start a task."""
         steps = {
             node: subprocess.Popen(commands.on_node(node, "true"), stdin=subprocess.DEVNULL)
             for node in self.allocation.nodes
         }
         end_steps(steps.values(), 15.0)
-        return {node: Answer(ok=True) for node, step in steps.items() if step.returncode == 0}
+        return {node: ProbeAnswer(ok=True) for node, step in steps.items() if step.returncode == 0}
 
     def _states(self) -> dict[str, str]:
         members = dict.fromkeys((*self.allocation.nodes, *self.used))
         return commands.states_of(list(members)) if len(members) > 1 else {}
+
+    def _places(self) -> dict[str, str]:
+        """Returns the places of nodes in the network if a spare may have to be chosen by them."""
+        if not self.used or len(self.allocation.nodes) <= self.needed:
+            return {}
+        return commands.places_of(tuple(dict.fromkeys((*self.allocation.nodes, *self.used))))
 
     def _release(self, lost: Sequence[str]) -> bool:
         """Makes the job give up nodes; returns whether Slurm allowed it."""
@@ -407,7 +417,7 @@ class Batch:
 
     # A start
 
-    def _start(self, decision: Decision) -> Ended:
+    def _start(self, decision: Decision) -> StartEnd:
         """Runs the ranks to their end, and returns what became of them."""
         number, keys = self.state.starts, self.keys
         logs, marker = self._logs(number), keys.run_dir / REQUEUE
@@ -499,7 +509,7 @@ class Batch:
         for line in said[:SAID]:
             print_line(line.removeprefix("parallel3d: "))
 
-    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> Ended:
+    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> StartEnd:
         cause = None
         if code or verdict is not None:
             cause = self._cause(code, by_itself, verdict)
@@ -511,7 +521,7 @@ class Batch:
         asked = self.signals.asked
         if asked is None and code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
             asked = signal.Signals(code - 128).name
-        return Ended(
+        return StartEnd(
             code=code,
             saved_and_asked=marker.is_file(),
             asked=asked,
@@ -535,7 +545,9 @@ class Batch:
             for node, launched in verdict.gone:
                 rank = rank_of_launch(run_dir / PLACEMENT_FILE, launched)
                 if rank not in known:
-                    found.append(self._gone(node, rank, code if by_itself else 0, verdict))
+                    # srun has one exit code, which says nothing about one of several ranks.
+                    own = code if by_itself and len(verdict.gone) == 1 else 0
+                    found.append(self._gone(node, rank, own, verdict))
         return root_cause(found) if found else None
 
     def _gone(self, node: str, rank: int, code: int, verdict: Verdict) -> RankFailure:
@@ -573,6 +585,12 @@ class Batch:
         self.state.requeued_for = tuple(dict.fromkeys((*self.state.requeued_for, *avoided)))
         self._write_state()
         print_line(f"run={run}: {sentence}")
+        if avoided and not commands.can_avoid(job, avoided, self.state.nodes):
+            print_line(
+                f"Slurm has too few other nodes for this job to leave out {', '.join(avoided)}; "
+                "the next start uses it if it answers"
+            )
+            avoided = ()
         self.signals.terminated = False
         said = commands.requeue(job)
         if said.code and not self.signals.terminated:

@@ -18,7 +18,7 @@ LONGEST = 1 << 14  # bytes of a line
 DIGEST_CHARACTERS = 64
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """Raised for a message that must not be believed; its connection is closed."""
 
 
@@ -33,18 +33,18 @@ def message(secret: bytes, speaker: Speaker, start: int, number: int, payload: A
 
 
 def opened(secret: bytes, speaker: Speaker, start: int, line: bytes) -> tuple[int, dict[str, Any]]:
-    """Returns the sequence number and the payload of a line. Raises Refused."""
+    """Returns the sequence number and the payload of a line. Raises Refusal."""
     signed, _, body = line.partition(b" ")
     if not hmac.compare_digest(signed, signature(secret, speaker, body)):
-        raise Refused("its signature is wrong")
+        raise Refusal("its signature is wrong")
     try:
         theirs, number, payload = json.loads(body)
     except (ValueError, TypeError):
-        raise Refused("it is not a message") from None
+        raise Refusal("it is not a message") from None
     if not isinstance(number, int) or not isinstance(payload, dict):
-        raise Refused("it is not a message")
+        raise Refusal("it is not a message")
     if theirs != start:
-        raise Refused(f"it belongs to start {theirs}, and this is start {start}")
+        raise Refusal(f"it belongs to start {theirs}, and this is start {start}")
     return number, payload
 
 
@@ -55,11 +55,11 @@ class Lines:
         self._rest = b""
 
     def of(self, data: bytes) -> Iterator[bytes]:
-        """Yields the lines that `data` completes. Raises Refused if a line is too long."""
+        """Yields the lines that `data` completes. Raises Refusal if a line is too long."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         for line in whole:
             if len(line) > LONGEST:
-                raise Refused(f"it is longer than {LONGEST} bytes")
+                raise Refusal(f"it is longer than {LONGEST} bytes")
             yield line
         if len(self._rest) > LONGEST:
-            raise Refused(f"it is longer than {LONGEST} bytes")
+            raise Refusal(f"it is longer than {LONGEST} bytes")

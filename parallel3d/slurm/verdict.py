@@ -18,7 +18,7 @@ GONE_LETTERS = ("", "Z", "X")  # as in `host.processes.state_letter`
 
 
 @dataclass(frozen=True)
-class Limits:
+class BeatLimits:
     """Holds how long guards and collector wait, in seconds.
 
     Attributes:
@@ -48,7 +48,7 @@ class Limits:
     records: float = 2.0
     self_test: float = 120.0
 
-    def faster(self, times: float) -> Limits:
+    def faster(self, times: float) -> BeatLimits:
         """Returns limits of which the seconds that judge are `times` shorter, for trials."""
         kept = ("step_factor", "connect", "self_test")
         return replace(
@@ -167,7 +167,7 @@ def verdict(
     beats: Mapping[str, LastBeat],
     used: Collection[str],
     since: float,
-    limits: Limits,
+    limits: BeatLimits,
 ) -> Verdict | None:
     """Returns why the start must end at `now`, or None if it need not.
 
@@ -199,7 +199,7 @@ def verdict(
 
 
 def silent_nodes(
-    now: float, beats: Mapping[str, LastBeat], nodes: Collection[str], limits: Limits
+    now: float, beats: Mapping[str, LastBeat], nodes: Collection[str], limits: BeatLimits
 ) -> frozenset[str]:
     """Returns the nodes without ranks that were heard once and have been silent for too long."""
     heard = {node: beats[node].heard for node in nodes if node in beats}

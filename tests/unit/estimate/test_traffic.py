@@ -101,6 +101,29 @@ def test_under_fsdp2_the_ranks_that_hold_shared_heads_alone_sum_their_gradients(
     assert sent == [[], [20 * 2 * 8 * 128 * 8192 * 4]]
 
 
+@pytest.mark.parametrize(("zero", "sp", "heads", "experts", "dp"), [
+    (1, True, 1, 4, 3), (1, True, 2, 4, 2), (3, False, 2, 0, 4), (3, True, 2, 4, 3),
+])  # fmt: skip
+def test_without_a_stage_the_sums_over_tp_are_those_of_the_busiest_replica(
+    zero: int, sp: bool, heads: int, experts: int, dp: int
+) -> None:
+    """Four tp ranks share key-value heads, whose gradients are in some replicas' shards alone."""
+    model = ModelConfig(
+        **{"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64},
+        **{"num_query_groups": heads, "norm": "rmsnorm", "qk_norm": True, "bias": False},
+        **{"tie_embeddings": False, "num_experts": experts},
+    )
+    layout = Layout(tp=4, pp=3, dp=dp)
+    config = Config(tp=4, pp=3, dp=dp, sp=sp, zero=zero, global_batch_size=4 * dp, model=model)
+    config.micro_batch_size = 1
+    every = [
+        total(transfers(config, layout, stage, replica), "tp", layout)
+        for stage in range(3)
+        for replica in range(dp)
+    ]
+    assert total(transfers(config, layout), "tp", layout) == max(every) > min(every)
+
+
 ATTENTION = ["*.attention.*"]
 BEFORE = [*ATTENTION, "embedding.*", "layers.0.*", "layers.1.input_norm.*"]
 

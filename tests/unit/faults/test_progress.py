@@ -13,7 +13,7 @@ import pytest
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.faults import progress as files
-from parallel3d.faults.progress import PROGRESS, Progress, folder, make_folder, read
+from parallel3d.faults.progress import PROGRESS, ProgressFile, folder, make_folder, read
 from parallel3d.faults.watchdog import Watchdog
 from parallel3d.host.processes import born
 from parallel3d.loop import evaluation, run_steps
@@ -30,16 +30,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def made(tmp_path: Path) -> tuple[Progress, str]:
+def made(tmp_path: Path) -> tuple[ProgressFile, str]:
     path = str(tmp_path / "own")
-    kept = Progress.opened(5, {PROGRESS: path})
+    kept = ProgressFile.opened(5, {PROGRESS: path})
     assert kept is not None
     return kept, f"{path}/rank-5"
 
 
 def test_without_the_variable_nothing_is_made(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Progress.opened(0, {}) is None and Progress.opened(0, {PROGRESS: ""}) is None
+    assert ProgressFile.opened(0, {}) is None and ProgressFile.opened(0, {PROGRESS: ""}) is None
     assert os.listdir(tmp_path) == []
 
 

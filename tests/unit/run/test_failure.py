@@ -72,6 +72,24 @@ def test_a_consequence_is_reported_as_one() -> None:
     )
 
 
+def nccl(reason: str) -> RuntimeError:
+    return RuntimeError(
+        "NCCL error in: /p/NCCLUtils.hpp:268, unhandled system error (run with NCCL_DEBUG=INFO for "
+        "details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
+        f"external library call failed or device error. \nLast error:\n{reason}\n"
+    )
+
+
+def test_an_error_of_nccl_has_its_reason() -> None:
+    full = "Error while creating shared memory segment /dev/shm/nccl-1 (No space left on device)"
+    said = from_exception(CONFIG, worker(0), nccl(full))
+    assert "NCCL error" in said.error
+    assert said.error.endswith(f"NCCL version 2.27.5 ({full})")
+    assert not said.is_echo
+    gone = from_exception(CONFIG, worker(0), nccl("socketProgress: Connection closed by peer n2"))
+    assert gone.is_echo
+
+
 def test_out_of_memory_names_settings_that_need_less() -> None:
     said = (
         "CUDA out of memory. Tried to allocate 960.00 MiB. GPU 0 has a total capacity of 139.80 "

@@ -22,11 +22,11 @@ from pathlib import Path
 from parallel3d.faults.progress import PROGRESS
 from parallel3d.host.processes import born, state_letter
 from parallel3d.slurm.collector import Collector
-from parallel3d.slurm.verdict import Limits
+from parallel3d.slurm.verdict import BeatLimits
 from tests.pace import PATIENCE
 
 FASTER = 15.0  # silent 2 s, paused 8 s, no step 2 s
-LIMITS = Limits().faster(FASTER)
+LIMITS = BeatLimits().faster(FASTER)
 INTERVAL_S = 0.2
 SECRET = "a-secret"
 JOB, START = "4711", 3
@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[3]
 # A rank: its words are its number and code that it runs once it has begun. `step` ends a step.
 RANK = """
 import ctypes, os, subprocess, sys, time
-from parallel3d.faults.progress import Progress
-progress = Progress.opened(int(sys.argv[1]), os.environ)
+from parallel3d.faults.progress import ProgressFile
+progress = ProgressFile.opened(int(sys.argv[1]), os.environ)
 progress.resume()
 def step(seconds=0.05):
     time.sleep(seconds)
@@ -171,7 +171,7 @@ class Cluster:
         names: str = "a",
         self_tests: Mapping[str, Sequence[str]] | None = None,
         wired: bool = False,
-        limits: Limits = LIMITS,
+        limits: BeatLimits = LIMITS,
     ) -> None:
         self.said: list[str] = []
         self.collector = Collector(SECRET, START, names, self.said.append, limits=limits)

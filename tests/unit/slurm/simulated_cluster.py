@@ -16,13 +16,13 @@ from typing import Any
 
 from parallel3d.run.failure import RankFailure, of_node
 from parallel3d.slurm.decide import (
-    Answer,
     Decision,
-    Ended,
     Evidence,
     Inputs,
     Limits,
-    Smaller,
+    ProbeAnswer,
+    SmallerLayout,
+    StartEnd,
     merged,
 )
 
@@ -30,8 +30,8 @@ Decide = Callable[[Inputs], Decision]
 DAY = 86_400.0
 MOST_DECISIONS = 60
 
-# What the root cause of a start's end says about the node of its rank, and its error. The words of
-# `never` are those of failures that any node would have had.
+# Kinds and errors of root causes: those that speak against the node of their rank, and those
+# (`NEVER`) that any node would have had.
 STRIKES = (
     ("killed", "was killed by SIGSEGV"),
     ("killed", "was killed by SIGILL"),
@@ -85,7 +85,7 @@ class Node:
 
 @dataclass
 class Ledger:
-    """What the job has seen of a node, kept by the simulation itself."""
+    """Holds what the job has seen of its nodes, kept by the simulation itself."""
 
     decisive: dict[str, float] = field(default_factory=dict)  # when a node was last lost
     strikes: dict[str, list[float]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Ledger:
 
 @dataclass
 class Truth:
-    """What really happened before a decision.
+    """Holds what really happened before a decision.
 
     Attributes:
         struck: nodes that deserve a strike, unless they cannot be used at all.
@@ -161,11 +161,11 @@ class Job:
         self.decisions: Counter[str] = Counter()
         self.previous_truth: tuple[Any, ...] | None = None
 
-    def _smaller(self) -> tuple[Smaller, ...]:
+    def _smaller(self) -> tuple[SmallerLayout, ...]:
         if self.random.random() < 0.6:
             return ()
         sizes = [n for n in range(self.needed - 1, 0, -1) if self.random.random() < 0.5]
-        return tuple(Smaller(n, (f"dp={n}",)) for n in sizes)
+        return tuple(SmallerLayout(n, (f"dp={n}",)) for n in sizes)
 
     def run(self) -> None:
         """Runs the job to its end; raises AssertionError with the seed at a wrong decision."""
@@ -201,7 +201,7 @@ class Job:
     def _allocation(self, nodes: list[str]) -> tuple[str, ...] | None:
         """Runs the job in one allocation; returns the nodes to exclude next, or None at its end."""
         used: tuple[str, ...] = ()
-        ended: Ended | None = None
+        ended: StartEnd | None = None
         truth = Truth()
         for name in nodes:
             if self.random.random() < 0.05:
@@ -239,10 +239,10 @@ class Job:
         silent = {node.name for node in found if (self.asks and node.dead) or "DOWN" in node.state}
         return replace(truth, lost=frozenset(lost), silent=frozenset(silent))
 
-    def _inputs(self, nodes: list[str], used: tuple[str, ...], ended: Ended | None) -> Inputs:
+    def _inputs(self, nodes: list[str], used: tuple[str, ...], ended: StartEnd | None) -> Inputs:
         found = [self.by_name[name] for name in nodes]
         answers = {
-            node.name: Answer(not node.wrong, "GPU 3: a wrong product" if node.wrong else "")
+            node.name: ProbeAnswer(not node.wrong, "GPU 3: a wrong product" if node.wrong else "")
             for node in found
             if not node.dead
         }
@@ -265,9 +265,9 @@ class Job:
             requeued_for=self.requeued_for,
         )
 
-    # What happens during a start
+    # The life of a start
 
-    def _live(self, nodes: list[str], used: tuple[str, ...]) -> tuple[Ended, Truth]:
+    def _live(self, nodes: list[str], used: tuple[str, ...]) -> tuple[StartEnd, Truth]:
         """Lets a start live and end; returns its end, and what it really was."""
         roll = self.random
         self.now += roll.uniform(60, 40_000)
@@ -286,7 +286,7 @@ class Job:
         )[0]
         if roll.random() < 0.06:
             return self._told_to_end(first), Truth()
-        ended = Ended(1, first=first)
+        ended = StartEnd(1, first=first)
         if event == "code":
             code = roll.choice((1, 2, 137, 138, 140))
             return replace(ended, code=code), Truth()
@@ -326,15 +326,15 @@ class Job:
             ended = replace(ended, dead=(roll.choice(used),))
         return replace(ended, cause=cause), truth
 
-    def _told_to_end(self, first: bool) -> Ended:
+    def _told_to_end(self, first: bool) -> StartEnd:
         roll = self.random
         return roll.choice(
             (
-                Ended(0, first=first),
-                Ended(0, saved_and_asked=True, asked="SIGUSR1", first=first),
-                Ended(0, saved_and_asked=True, first=first),
-                Ended(138, asked="SIGTERM", first=first),
-                Ended(
+                StartEnd(0, first=first),
+                StartEnd(0, saved_and_asked=True, asked="SIGUSR1", first=first),
+                StartEnd(0, saved_and_asked=True, first=first),
+                StartEnd(138, asked="SIGTERM", first=first),
+                StartEnd(
                     1,
                     cause=RankFailure(0, "pp 0", "n0", "train step 9", "diverged", 1.0, "decided"),
                     first=first,
@@ -488,11 +488,11 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     forced = set(chosen) & barred
     if forced:
         assert set(out) <= asked, "an excluded node is listed"
-        assert "although it was left out" in decision.sentence
+        assert " left out, as there is no other" in decision.sentence
     fits = [size for size in sizes if size <= (len(usable) if forced else len(unbarred))]
     assert len(chosen) == fits[0], "the largest layout that fits"
     assert (len(chosen) < inputs.needed) == bool(decision.words)
-    if len(good) >= inputs.needed:
+    if len(good) >= len(chosen):
         assert not set(chosen) & twice, "two strikes, although there is a spare"
         kept = len(set(chosen) & set(used))
         assert kept == min(len(chosen), len(set(good) & set(used))), (
@@ -501,7 +501,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     same = ended is not None and set(chosen) == set(used)
     name = "same" if same else "smaller" if decision.words else "replace" if ended else "first"
     assert decision.how == name
-    # What the job gives up
+    # Nodes that the job gives up
     silent = [name for name in nodes if name in truth.silent and name != inputs.batch_host]
     assert inputs.batch_host not in decision.release, "the batch host is given up"
     assert list(decision.release) == (silent if inputs.limits.may_release else []), (
@@ -511,7 +511,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
         assert name in decision.sentence or "more" in decision.sentence, "lost in silence"
 
 
-def _ends(inputs: Inputs, ended: Ended, decision: Decision) -> bool:
+def _ends(inputs: Inputs, ended: StartEnd, decision: Decision) -> bool:
     """Checks decisions that do not depend on nodes; returns whether this is one."""
     if ended.saved_and_asked:
         assert (decision.action, decision.code) == ("requeue", 0)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.slurm.commands import TIMED_OUT, Allocation, call, of_ranks, on_node
+from parallel3d.slurm.commands import (
+    TIMED_OUT,
+    Allocation,
+    call,
+    can_avoid,
+    of_ranks,
+    on_node,
+    places_of,
+)
 from parallel3d.slurm.train_keys import plain_name
 
 FOUR = {
@@ -74,6 +84,55 @@ def test_a_node_has_a_step_of_its_own() -> None:
     words = on_node("n2", "true")
     assert words[-1] == "true"
     assert {"--overlap", "--nodelist=n2", "--nodes=1", "--ntasks=1"} <= set(words)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that sets what commands of Slurm print."""
+
+    def prints(**said: str) -> None:
+        for name, text in said.items():
+            path = tmp_path / name
+            path.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+            path.chmod(0o700)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return prints
+
+
+FIVE = "n1 mix\nn2 down*\nn3 idle~\nn4 drng\nn5 alloc"
+
+
+def test_a_node_is_only_avoided_if_there_are_others(slurm: Callable[..., None]) -> None:
+    """Otherwise the job would be queued for ever, even once the node is repaired."""
+    slurm(squeue="gpu|", sinfo=FIVE)
+    assert can_avoid("7", ["n1"], 2)
+    assert not can_avoid("7", ["n1"], 3), "two are down or drain"
+    assert can_avoid("7", ["n2", "n4"], 3)
+    slurm(squeue="gpu|n[1-2]")
+    assert not can_avoid("7", ["n1"], 2), "--nodelist of sbatch names it"
+    assert can_avoid("7", ["n5"], 2)
+
+
+def test_a_node_is_avoided_if_slurm_does_not_say_what_there_is(
+    slurm: Callable[..., None],
+) -> None:
+    slurm(squeue="", sinfo=FIVE)
+    assert can_avoid("7", ["n1"], 3)
+    slurm(squeue="gpu|", sinfo="")
+    assert can_avoid("7", ["n1"], 3)
+
+
+def test_places_are_those_of_slurms_topology(slurm: Callable[..., None]) -> None:
+    tree = (
+        "SwitchName=core Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=leaf[1-2]\n"
+        "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1-2]\n"
+        "SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=n[3-4]"
+    )
+    slurm(scontrol=tree)
+    assert places_of(["n2", "n3", "n9"]) == {"n2": "leaf1", "n3": "leaf2"}
+    slurm(scontrol="")
+    assert places_of(["n2"]) == {}
 
 
 def test_a_command_that_does_not_answer_is_left() -> None:

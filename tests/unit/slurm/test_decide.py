@@ -14,14 +14,14 @@ from parallel3d.metrics.recovery_log import RecoveryLine
 from parallel3d.run.failure import RankFailure, of_node
 from parallel3d.slurm.decide import (
     DAY_S,
-    Answer,
     Decision,
-    Ended,
     Evidence,
     History,
     Inputs,
     Limits,
-    Smaller,
+    ProbeAnswer,
+    SmallerLayout,
+    StartEnd,
     decide,
     line_of,
     merged,
@@ -32,7 +32,7 @@ from parallel3d.slurm.decide import (
 NOW = 1_800_000_000.0
 NODES = tuple(f"node{n}" for n in range(1, 7))  # four are needed, two are spares
 USED = NODES[:4]
-OK = {node: Answer(True) for node in NODES}
+OK = {node: ProbeAnswer(True) for node in NODES}
 BOOM = RankFailure(2, "pp 0, dp 1", "node3", "train step 12", "KeyError: 'boom'", NOW - 9)
 DEVICE = "AcceleratorError: CUDA error: unspecified launch failure"
 SILENT = of_node("node3", "has sent no beat for 31 s", NOW - 9)
@@ -48,13 +48,13 @@ def before(**more: Any) -> Inputs:
     return replace(made, **more)
 
 
-def after(ended: Ended | RankFailure | None, **more: Any) -> Inputs:
+def after(ended: StartEnd | RankFailure | None, **more: Any) -> Inputs:
     """Returns the inputs after the end of a start on the first four nodes."""
-    end = Ended(1, cause=ended) if not isinstance(ended, Ended) else ended
+    end = StartEnd(1, cause=ended) if not isinstance(ended, StartEnd) else ended
     return replace(before(start=2, used=USED, starts_in_row=1, ended=end), **more)
 
 
-def without(*nodes: str) -> dict[str, Answer]:
+def without(*nodes: str) -> dict[str, ProbeAnswer]:
     return {node: answer for node, answer in OK.items() if node not in nodes}
 
 
@@ -78,7 +78,7 @@ def test_the_first_start_takes_the_first_nodes_and_keeps_spares() -> None:
 
 
 def test_a_bad_spare_is_found_before_the_first_step() -> None:
-    answers = {**without("node5"), "node6": Answer(False, "GPU 3: a wrong product")}
+    answers = {**without("node5"), "node6": ProbeAnswer(False, "GPU 3: a wrong product")}
     found = decide(before(answers=answers))
     assert found.nodes == USED
     assert found.release == ("node5",), "Slurm would end the job for it"
@@ -107,7 +107,7 @@ def test_evidence_expires() -> None:
 def test_a_job_that_asks_no_node_starts_on_all() -> None:
     one = replace(before(answers=None), nodes=("node1",), needed=1, limits=Limits(3))
     assert decide(one).nodes == ("node1",)
-    failed = replace(one, used=("node1",), ended=Ended(1), starts_in_row=1)
+    failed = replace(one, used=("node1",), ended=StartEnd(1), starts_in_row=1)
     assert decide(failed).sentence == "the ranks ended with code 1; starting again"
 
 
@@ -115,9 +115,9 @@ def test_a_job_that_asks_no_node_starts_on_all() -> None:
 
 
 def test_success_and_requeue_after_a_save() -> None:
-    done = decide(after(Ended(0)))
+    done = decide(after(StartEnd(0)))
     assert (done.action, done.code, done.name) == ("done", 0, "done")
-    saved = after(Ended(0, saved_and_asked=True, asked="SIGUSR1"), history={"node3": OUT})
+    saved = after(StartEnd(0, saved_and_asked=True, asked="SIGUSR1"), history={"node3": OUT})
     found = decide(replace(saved, answers=None))
     assert (found.action, found.code, found.exclude) == ("requeue", 0, ("node3",))
     assert found.sentence == (
@@ -126,18 +126,18 @@ def test_success_and_requeue_after_a_save() -> None:
 
 
 def test_a_signal_before_a_save_queues_the_job_again_with_its_code() -> None:
-    assert decide(after(Ended(1, asked="SIGTERM"))).sentence == (
+    assert decide(after(StartEnd(1, asked="SIGTERM"))).sentence == (
         "SIGTERM came and the ranks ended with code 1; the job is queued again"
     )
-    found = decide(after(Ended(138)))
+    found = decide(after(StartEnd(138)))
     assert (found.action, found.code) == ("requeue", 138), "128 + SIGUSR1"
 
 
 def test_wrong_input_is_final_until_a_start_has_reached_a_step() -> None:
-    found = decide(after(Ended(2, first=True)))
+    found = decide(after(StartEnd(2, first=True)))
     assert (found.action, found.code) == ("stop", 2)
     user = replace(BOOM, kind="user", error="data.path=web does not exist")
-    again = after(Ended(2, cause=user))
+    again = after(StartEnd(2, cause=user))
     assert decide(again).how == "same"
     found = decide(replace(again, previous=user))
     assert (found.action, found.code) == ("stop", 2)
@@ -175,7 +175,12 @@ def test_nodes_are_asked_before_the_count_ends_the_job() -> None:
     """A dead node would allow one more start."""
     assert of_end(after(BOOM, starts_in_row=9, answers=None)) is None
     assert of_end(before()) is None
-    for ended in (Ended(0), Ended(138), Ended(2, first=True), Ended(0, saved_and_asked=True)):
+    for ended in (
+        StartEnd(0),
+        StartEnd(138),
+        StartEnd(2, first=True),
+        StartEnd(0, saved_and_asked=True),
+    ):
         assert of_end(after(ended)) == decide(after(ended))
 
 
@@ -245,7 +250,7 @@ def test_of_two_nodes_with_strikes_the_one_with_fewer_is_used() -> None:
 
 
 def test_a_node_that_was_called_dead_but_answers_has_a_strike() -> None:
-    found = decide(after(Ended(1, cause=SILENT, dead=("node3", "node4"))))
+    found = decide(after(StartEnd(1, cause=SILENT, dead=("node3", "node4"))))
     assert list(found.history) == ["node3", "node4"]
     assert not any(entry.decisive for (entry,) in found.history.values())
     assert found.how == "same"
@@ -254,7 +259,7 @@ def test_a_node_that_was_called_dead_but_answers_has_a_strike() -> None:
 @pytest.mark.parametrize("echo", ("Connection closed by peer [10.0.0.2]:7", "boom"))
 def test_a_node_that_was_called_dead_after_the_failure_has_none(echo: str) -> None:
     cause = replace(BOOM, error=f"RuntimeError: {echo}")
-    found = decide(after(Ended(1, cause=cause, dead=("node4",))))
+    found = decide(after(StartEnd(1, cause=cause, dead=("node4",))))
     assert list(found.history) == (["node4"] if echo != "boom" else [])
 
 
@@ -328,14 +333,23 @@ def test_the_job_is_queued_again_without_the_dead_node() -> None:
 
 
 def test_a_smaller_layout_is_used_if_it_is_allowed() -> None:
-    limits = Limits(3, smaller=(Smaller(2, ("dp=2",)), Smaller(1, ("dp=1",))))
+    limits = Limits(3, smaller=(SmallerLayout(2, ("dp=2",)), SmallerLayout(1, ("dp=1",))))
     found = decide(few("node3", limits=limits))
     assert (found.how, found.nodes, found.words) == ("smaller", ("node1", "node2"), ("dp=2",))
     assert found.sentence.endswith("starting on 2 nodes with dp=2")
     again = few("node3", limits=limits, used=("node1", "node2"), history={"node3": OUT})
-    again = replace(again, ended=Ended(1, cause=replace(BOOM, host="node1")))
+    again = replace(again, ended=StartEnd(1, cause=replace(BOOM, host="node1")))
     found = decide(again)
     assert (found.how, found.nodes, found.words) == ("same", ("node1", "node2"), ("dp=2",))
+
+
+def test_a_smaller_layout_takes_no_node_with_two_strikes_if_it_need_not() -> None:
+    limits = Limits(3, smaller=(SmallerLayout(2, ("dp=2",)),))
+    dead = few("node1", "node4", limits=limits, history={"node2": past(False, False)})
+    assert decide(replace(dead, nodes=NODES[:5], answers=without("node1", "node4"))).nodes == (
+        "node3",
+        "node5",
+    )
 
 
 def test_a_node_is_asked_away_once_and_then_used_if_it_answers() -> None:
@@ -382,12 +396,12 @@ def test_nodes_of_the_last_start_are_kept() -> None:
 
 
 def test_inputs_and_decisions_are_the_same_after_json() -> None:
-    limits = Limits(3, 2, smaller=(Smaller(3, ("dp=3", "zero=1")),))
+    limits = Limits(3, 2, smaller=(SmallerLayout(3, ("dp=3", "zero=1")),))
     more: dict[str, Any] = {"places": {"node1": "a.b"}, "states": {"node1": "MIXED"}}
     for made in (
         before(history={"node2": past(True, False)}, requeued_for=("node2",), **more),
         after(SILENT, answers=without("node3"), limits=limits, previous=BOOM),
-        after(Ended(1, dead=("node3",)), answers=None),
+        after(StartEnd(1, dead=("node3",)), answers=None),
     ):
         assert Inputs.from_json(json.loads(json.dumps(made.to_json()))) == made
         found = decide(made)

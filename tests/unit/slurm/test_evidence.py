@@ -8,7 +8,7 @@ import pytest
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.run.failure import RankFailure, from_exit, of_node
-from parallel3d.slurm.evidence import Finding, evidence_of, node_of
+from parallel3d.slurm.evidence import NodeFinding, evidence_of, node_of
 
 NODES = ("node1", "node2", "node3")
 LAYOUT = Layout(tp=1, pp=1, dp=4)
@@ -18,7 +18,7 @@ def error(text: str, host: str = "node2", phase: str = "train step 12") -> RankF
     return RankFailure(2, "dp 2", host, phase, text, 1.0)
 
 
-def found(cause: RankFailure, previous: RankFailure | None = None) -> Finding:
+def found(cause: RankFailure, previous: RankFailure | None = None) -> NodeFinding:
     return evidence_of(cause, NODES, previous)
 
 
@@ -64,6 +64,11 @@ def test_an_error_of_nccl_is_a_strike(reason: str) -> None:
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", "out of memory"),
         ("OSError: [Errno 12] Cannot allocate memory", "out of memory"),
         ("RuntimeError: DataLoader worker: Bus error, out of shared memory", "out of memory"),
+        (
+            "DistBackendError: NCCL error: unhandled cuda error (Failed to CUDA calloc async 608 "
+            "bytes)",
+            "out of memory",
+        ),
         ("OSError: [Errno 28] No space left on device: 'runs/a'", "a full or failing disk"),
         ("OSError: [Errno 122] Disk quota exceeded", "a full or failing disk"),
         ("OSError: [Errno 5] Input/output error", "a full or failing disk"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.slurm.messages import LONGEST, Lines, Refused, message, opened
+from parallel3d.slurm.messages import LONGEST, Lines, Refusal, message, opened
 
 SECRET = b"secret"
 
@@ -30,7 +30,7 @@ def test_a_message_comes_back_as_it_was_sent() -> None:
     ],
 )
 def test_other_messages_are_refused(line: bytes, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(Refusal, match=why):
         opened(SECRET, "guard", 3, line[:-1])
 
 
@@ -43,6 +43,6 @@ def test_lines_are_put_together_from_pieces() -> None:
 
 def test_a_line_that_is_too_long_is_refused_before_it_ends() -> None:
     lines = Lines()
-    with pytest.raises(Refused, match="longer"):
+    with pytest.raises(Refusal, match="longer"):
         for _ in range(20):
             list(lines.of(b"x" * (LONGEST // 10)))

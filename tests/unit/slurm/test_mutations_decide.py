@@ -14,7 +14,7 @@ from parallel3d.run.failure import RankFailure
 from parallel3d.slurm import decide as module
 from parallel3d.slurm import evidence
 from parallel3d.slurm.decide import Decision, Inputs, decide
-from parallel3d.slurm.evidence import Finding, evidence_of, node_of
+from parallel3d.slurm.evidence import NodeFinding, evidence_of, node_of
 from tests.unit.slurm import test_decide, test_decide_histories, test_evidence
 from tests.unit.slurm.simulated_cluster import Job
 
@@ -36,10 +36,10 @@ def deciding(change: Callable[[Inputs, Decision], Decision]) -> Iterator[None]:
         yield
 
 
-def judging(change: Callable[[RankFailure, Any, Finding], Finding]) -> Iterator[None]:
+def judging(change: Callable[[RankFailure, Any, NodeFinding], NodeFinding]) -> Iterator[None]:
     """Replaces what failures say about nodes by the result of `change`."""
 
-    def changed(cause: RankFailure, nodes: Any, previous: RankFailure | None = None) -> Finding:
+    def changed(cause: RankFailure, nodes: Any, previous: RankFailure | None = None) -> NodeFinding:
         return change(cause, nodes, evidence_of(cause, nodes, previous))
 
     with (
@@ -54,7 +54,7 @@ def an_echo_is_a_strike() -> Iterator[None]:
     """A rank whose connection was closed is taken for the cause."""
     yield from judging(
         lambda cause, nodes, found: (
-            Finding("strike", node_of(cause.host, nodes)) if cause.is_echo else found
+            NodeFinding("strike", node_of(cause.host, nodes)) if cause.is_echo else found
         )
     )
 
@@ -70,7 +70,7 @@ def a_full_disk_is_a_strike() -> Iterator[None]:
 def the_same_error_elsewhere_is_a_strike() -> Iterator[None]:
     """The start before the last one is forgotten."""
 
-    def changed(cause: RankFailure, nodes: Any, previous: RankFailure | None = None) -> Finding:
+    def changed(cause: RankFailure, nodes: Any, previous: RankFailure | None = None) -> NodeFinding:
         return evidence_of(cause, nodes)
 
     with patch.object(module, "evidence_of", changed):
@@ -91,7 +91,7 @@ def the_list_is_lost_at_a_requeue() -> Iterator[None]:
 
 @contextmanager
 def a_new_allocation_knows_no_history() -> Iterator[None]:
-    """What earlier jobs have seen does not count before the first start."""
+    """Before the first start, evidence of earlier jobs does not count."""
 
     def changed(inputs: Inputs) -> Decision:
         return decide(inputs if inputs.ended is not None else replace(inputs, history={}))
@@ -172,7 +172,7 @@ def evidence_never_expires() -> Iterator[None]:
 
 @contextmanager
 def a_requeue_asks_again_and_again() -> Iterator[None]:
-    """What a requeue has asked for is forgotten."""
+    """Each requeue is taken for the first."""
 
     def changed(inputs: Inputs) -> Decision:
         return decide(replace(inputs, requeued_for=()))

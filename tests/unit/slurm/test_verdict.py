@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.slurm.verdict import LastBeat, Limits, RankReport, silent_nodes, verdict
+from parallel3d.slurm.verdict import BeatLimits, LastBeat, RankReport, silent_nodes, verdict
 
 NOW = 1000.0
-LIMITS = Limits()
+LIMITS = BeatLimits()
 
 
 def beat(
