@@ -424,9 +424,14 @@ def _with_nodes(inputs: Inputs, standing: _Standing) -> Decision:
     if in_row > limits.max_restarts:
         told = f"{count(inputs.starts_in_row, 'start')} in a row came to no new checkpoint"
         return _end(inputs, "stop", code, _join(*seen, f"{told}; not started again"), standing)
-    if run is not None:
-        return run
-    return _too_few(inputs, standing, seen, code)
+    if run is None:
+        return _too_few(inputs, standing, seen, code)
+    if (silent := _silent(inputs)) and not limits.may_release:
+        # Slurm would end the job within minutes, and queue it again with the same nodes.
+        kept = f"Slurm does not let the job give up {_names(silent)}"
+        if ended is not None or _new_to_slurm(inputs, standing):
+            return _requeue(inputs, standing.new, _join(*seen, kept), code, standing.excluded())
+    return run
 
 
 def _too_few(inputs: Inputs, standing: _Standing, seen: list[str], code: int) -> Decision:
@@ -475,7 +480,6 @@ def _run(inputs: Inputs, standing: _Standing, seen: list[str]) -> Decision | Non
     how = _how(inputs, chosen, fits)
     hardware = any(node in standing.out for node in inputs.used)
     counts = how == "replace" and hardware and inputs.replaced_in_row < inputs.limits.spares
-    silent = [node for node in inputs.nodes if _must_go(inputs, node)]
     return Decision(
         "run",
         _join(*seen, *spoken, _next_start(inputs, chosen, fits, how)),
@@ -484,17 +488,20 @@ def _run(inputs: Inputs, standing: _Standing, seen: list[str]) -> Decision | Non
         how=how,
         nodes=chosen,
         words=fits.words,
-        release=tuple(silent) if inputs.limits.may_release else (),
+        release=_silent(inputs) if inputs.limits.may_release else (),
         history=standing.new,
     )
 
 
-def _must_go(inputs: Inputs, node: str) -> bool:
-    """Returns whether the job must give up a node before Slurm misses it and ends the job."""
-    if node == inputs.batch_host:
-        return False
-    is_silent = inputs.answers is not None and node not in inputs.answers
-    return is_silent or "DOWN" in inputs.states.get(node, "").upper()
+def _silent(inputs: Inputs) -> tuple[str, ...]:
+    """Returns the nodes that the job must give up before Slurm misses them and ends the job."""
+    answers = inputs.nodes if inputs.answers is None else inputs.answers
+    return tuple(
+        node
+        for node in inputs.nodes
+        if node != inputs.batch_host
+        and (node not in answers or "DOWN" in inputs.states.get(node, "").upper())
+    )
 
 
 def _how(inputs: Inputs, chosen: tuple[str, ...], layout: SmallerLayout) -> How:

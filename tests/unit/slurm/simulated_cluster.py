@@ -475,12 +475,14 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     asked = set(inputs.requeued_for)
     out = sorted(name for name in _known(ledger) if ledger.is_out(name, now, days))
     sizes = [inputs.needed, *(each.nodes for each in inputs.limits.smaller)]
+    silent = [name for name in nodes if name in truth.silent and name != inputs.batch_host]
+    stuck = bool(silent) and not inputs.limits.may_release  # Slurm will end the job
     if decision.action == "requeue":
-        assert all(size > len(unbarred) for size in sizes), "a layout would have fitted"
+        assert stuck or all(size > len(unbarred) for size in sizes), "a layout would have fitted"
         assert list(decision.exclude) == out, "a requeue does not exclude what is out"
         if set(out) <= asked:
             assert ended is not None, "asked twice for the same nodes"
-            assert all(size > len(usable) for size in sizes)
+            assert stuck or all(size > len(usable) for size in sizes)
         return
     chosen = decision.nodes
     assert [name for name in nodes if name in chosen] == list(chosen), "in Slurm's order, once"
@@ -502,7 +504,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     name = "same" if same else "smaller" if decision.words else "replace" if ended else "first"
     assert decision.how == name
     # Nodes that the job gives up
-    silent = [name for name in nodes if name in truth.silent and name != inputs.batch_host]
+    assert not stuck or (ended is None and set(out) <= asked), "a job that Slurm will end"
     assert inputs.batch_host not in decision.release, "the batch host is given up"
     assert list(decision.release) == (silent if inputs.limits.may_release else []), (
         "a dead node is not given up at once"

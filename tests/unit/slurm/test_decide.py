@@ -198,10 +198,22 @@ def test_a_silent_node_is_replaced_and_given_up_at_once() -> None:
     assert (entry.decisive, entry.time, entry.start) == (True, NOW, 2)
 
 
-def test_a_node_is_not_given_up_if_slurm_refuses_or_it_runs_the_batch_script() -> None:
+def test_a_job_that_may_not_give_up_its_silent_node_is_queued_again() -> None:
+    """Otherwise Slurm ends it within minutes, and gives it the same nodes again."""
     limits = Limits(max_restarts=3, spares=2, may_release=False)
-    found = decide(after(SILENT, answers=without("node3"), limits=limits))
-    assert (found.how, found.release) == ("replace", ())
+    dead = after(SILENT, answers=without("node3"), limits=limits)
+    found = decide(dead)
+    assert (found.action, found.exclude, found.release) == ("requeue", ("node3",), ())
+    assert "; Slurm does not let the job give up node3; the job is queued again" in found.sentence
+    new = replace(dead, ended=None, used=())
+    assert decide(new).action == "requeue"
+    found = decide(replace(new, requeued_for=("node3",)))
+    assert (found.how, found.release) == ("first", ()), "asked once"
+    bad = replace(dead, answers={**OK, "node3": ProbeAnswer(False, "GPU 3")})
+    assert decide(bad).how == "replace", "Slurm does not miss a node that answers"
+
+
+def test_the_batch_host_is_never_given_up() -> None:
     found = decide(after(SILENT, answers=without("node1", "node3")))
     assert found.release == ("node3",)
     assert found.nodes == ("node2", "node4", "node5", "node6"), "its GPUs are left out"

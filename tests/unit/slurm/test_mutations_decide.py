@@ -238,7 +238,7 @@ PLANTED: list[tuple[Callable, Callable, tuple, str]] = [
     ),
     (
         the_batch_host_is_given_up,
-        test_decide.test_a_node_is_not_given_up_if_slurm_refuses_or_it_runs_the_batch_script,
+        test_decide.test_the_batch_host_is_never_given_up,
         (),
         "the batch host is given up",
     ),
