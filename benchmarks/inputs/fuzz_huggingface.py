@@ -770,10 +770,11 @@ def read_import(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """Returns the outcome of reading a folder ("equal", "refused", "unproven", "DIFFERENT",
-    "CRASH") and its message.
+    """Returns the outcome of reading a folder ("equal", "refused", "unproven", "rounding",
+    "DIFFERENT", "CRASH") and its message.
 
-    Unproven: transformers does not load or run it, so the proof refuses it.
+    Unproven: transformers does not load or run it, so the proof refuses it. Rounding: the proof
+    refuses it, but in fp64 our logits are transformers'.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -806,7 +807,12 @@ def outcome(case: Case) -> tuple[str, str]:
         try:
             return "equal", proof.verdict(folder, model, theirs, fill)
         except UserError as error:
-            return "DIFFERENT", str(error).replace(name, "…")
+            words = str(error).replace(name, "…")
+        try:
+            proof.verdict(folder, model, theirs, fill, torch.float64)
+        except UserError:
+            return "DIFFERENT", words
+        return "rounding", words
 
 
 def main() -> int:
