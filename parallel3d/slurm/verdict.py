@@ -111,6 +111,7 @@ class LastBeat:
         heard: when it came.
         stepped: when a rank of the node last ended a step, or a pause; None if it has no ranks yet.
         median: the longest median step of its ranks.
+        steps: number of steps that all its ranks had ended.
         may_be_slow: whether a rank is paused or has no pace yet, or the node has no ranks yet.
         is_done: whether its ranks have all left as they should, or are about to.
         gone: its ranks that are gone.
@@ -119,6 +120,7 @@ class LastBeat:
     heard: float
     stepped: float | None = None
     median: float = 0.0
+    steps: int = 0
     may_be_slow: bool = True
     is_done: bool = False
     gone: tuple[int, ...] = ()
@@ -131,6 +133,7 @@ class LastBeat:
             heard,
             stepped=heard - min(rank.age for rank in ranks),
             median=max(rank.median for rank in ranks),
+            steps=min(rank.steps for rank in ranks),
             may_be_slow=any(rank.may_be_slow for rank in ranks),
             is_done=all(rank.state == "done" for rank in ranks),
             gone=tuple(rank.rank for rank in ranks if rank.is_gone),
@@ -182,7 +185,9 @@ def verdict(
     stepped = max([since, *(beat.stepped for beat in last.values() if beat.stepped is not None)])
     median = max((beat.median for beat in last.values()), default=0.0)
     quiet = {node: now - max(beat.heard, since) for node, beat in last.items()}
-    slow = any(beat.may_be_slow for beat in last.values())
+    # Ranks step together, so a node's pause was over when others have ended two steps more.
+    steps = max((beat.steps for beat in last.values()), default=0)
+    slow = any(beat.may_be_slow and beat.steps + 2 > steps for beat in last.values())
     silent = limits.paused if slow else limits.silent
     # Nobody knows of steps that ended after the last word of any node. If nobody speaks at all, the
     # link of this host may be cut.

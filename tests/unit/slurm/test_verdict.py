@@ -16,10 +16,11 @@ def beat(
     median: float = 2.0,
     state: str = "stepping",
     letter: str = "S",
+    steps: int = 10,
 ) -> LastBeat:
     """A node's beat of `silent` seconds ago; its last step ended `still` seconds ago."""
     ranks = [
-        RankReport(rank, letter, state, 10, still - silent, median)  # type: ignore[arg-type]
+        RankReport(rank, letter, state, steps, still - silent, median)  # type: ignore[arg-type]
         for rank in range(2)
     ]
     return LastBeat.of(NOW - silent, ranks)
@@ -66,6 +67,13 @@ def test_a_paused_rank_or_one_without_a_pace_has_two_minutes(
 
     assert both(119) == []
     assert both(120) == [0]
+
+
+def test_a_pause_is_over_when_others_have_ended_two_steps_more() -> None:
+    """The last word of a node may be older than its first step, and then it was lost."""
+    assert dead(beat(31, 32, state="paused", steps=0), beat(1, 32, steps=1)) == []
+    assert dead(beat(31, 32, state="paused", steps=0), beat(1, 32, steps=2)) == [0]
+    assert dead(beat(31, 32, median=0.0, steps=1), beat(1, 32, steps=13)) == [0]
 
 
 def test_a_node_whose_ranks_are_done_may_be_silent() -> None:
