@@ -84,8 +84,8 @@ class Waste(NamedTuple):
         return Waste(*(None if share is None else share / whole for share in self))
 
 
-class Measured(NamedTuple):
-    """What the model needs to know of a run, in seconds; None for what is unknown.
+class FailureCosts(NamedTuple):
+    """Holds what the model needs to know of a run, in seconds; None for what is unknown.
 
     Attributes:
         delay: by which a save delays the loop (δ).
@@ -102,7 +102,7 @@ class Measured(NamedTuple):
     queue: float | None
 
 
-def expected_waste(run: Measured, mean_s: float) -> Waste:
+def expected_waste(run: FailureCosts, mean_s: float) -> Waste:
     """Returns what the model expects of a run that fails every `mean_s` seconds of training.
 
     The shares are those of the time that makes progress; `Waste.of_wall` gives those of all time.

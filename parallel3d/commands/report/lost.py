@@ -7,8 +7,8 @@ from html import escape
 
 from parallel3d.html import html_table
 from parallel3d.loop.failure_cost import (
+    FailureCosts,
     FailureRate,
-    Measured,
     Waste,
     expected_waste,
     failure_rate,
@@ -61,7 +61,7 @@ def _seconds(seconds: float) -> str:
     return escape(span(seconds)) if seconds > 0 else "–"
 
 
-def measured(spent: Goodput, starts: Sequence[Start]) -> Measured:
+def measured(spent: Goodput, starts: Sequence[Start]) -> FailureCosts:
     """Returns what the model needs to know of a run; what failures took is the mean over them."""
     cost = _of_failures(spent)
     trained = spent.seconds["steps"] + cost.sum(["lost"])
@@ -71,9 +71,9 @@ def measured(spent: Goodput, starts: Sequence[Start]) -> Measured:
     delay = spent.seconds["checkpoint"] / timed if timed else None
     interval = trained / saves if saves else None
     if not cost.times:  # a restart takes what the first start took
-        return Measured(delay, interval, None, max(0.0, starts[0].at - starts[0].begun), None)
+        return FailureCosts(delay, interval, None, max(0.0, starts[0].at - starts[0].begun), None)
     known = cost.sum(NOTICING) > 0  # some launchers tell nothing of it
-    return Measured(
+    return FailureCosts(
         delay,
         interval,
         cost.sum(NOTICING) / cost.times if known else None,

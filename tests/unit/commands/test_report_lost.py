@@ -7,7 +7,7 @@ import re
 import pytest
 
 from parallel3d.commands.report.lost import lost_time, measured
-from parallel3d.loop.failure_cost import DAY_S, Measured, expected_waste
+from parallel3d.loop.failure_cost import DAY_S, FailureCosts, expected_waste
 from parallel3d.metrics.lost_time import Cost
 from parallel3d.metrics.starts import Goodput, Start, goodput
 
@@ -46,21 +46,21 @@ def cells(html: str) -> list[list[str]]:
 
 def test_the_model_is_that_of_the_docs() -> None:
     """64 nodes at an hour's queue lose 1.65 %, and 0.64 % without a queue."""
-    run = Measured(delay=1.0, interval=3000.0, detect=420.0, restart=240.0, queue=3600.0)
+    run = FailureCosts(delay=1.0, interval=3000.0, detect=420.0, restart=240.0, queue=3600.0)
     waste = expected_waste(run, 264 * DAY_S / 64)
     assert waste.sum == pytest.approx(0.0165, abs=1e-4)
     assert waste.sum - waste.queue == pytest.approx(0.0064, abs=1e-4)
     assert waste.of_wall.sum == pytest.approx(0.0165 / 1.0165, abs=1e-4)
-    unknown = expected_waste(Measured(1.0, None, None, 240.0, None), 1e4)
+    unknown = expected_waste(FailureCosts(1.0, None, None, 240.0, None), 1e4)
     assert unknown == (None, None, None, 0.024, None) and unknown.sum == 0.024
 
 
 def test_the_model_takes_the_runs_own_times() -> None:
     spent, starts = run()
     # The time of the first start's last save is not known, so that seven and twelve count.
-    assert measured(spent, starts) == Measured(2.0, 33_900 / 20, 36.0, 224.0, 1440.0)
+    assert measured(spent, starts) == FailureCosts(2.0, 33_900 / 20, 36.0, 224.0, 1440.0)
     spent, starts = run(fails=False)
-    assert measured(spent, starts) == Measured(2.0, 1650.0, None, 100.0, None)
+    assert measured(spent, starts) == FailureCosts(2.0, 1650.0, None, 100.0, None)
 
 
 def test_the_tables_of_a_run_that_lost_a_node() -> None:
