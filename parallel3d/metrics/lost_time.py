@@ -44,7 +44,8 @@ PHASES = ("lost", *BETWEEN, *START_UP)
 # Causes by the kinds of `run.failure.RankFailure`, and by a start's last status.
 _OF_KINDS = {kind: kind for kind in ("killed", "node", "hang", "error", "user")}
 _OF_KINDS["decided"] = "error"
-_OF_STATUS = {"stopped": "requeue", "failed": "error", "finished": "user", "interrupted": "user"}
+_OF_STATUS = {"stopped": "requeue", "finished": "user", "interrupted": "user"}
+SIGNALLED = 128  # exit codes above it are those of processes that a signal ended
 _OVER = ("requeue", "stop", "done")  # decisions after which others begin the next start
 
 
@@ -139,16 +140,15 @@ def interruption(
     cause, first, host, before, at = _OF_STATUS.get(status or "", "unknown"), "", "", "", heard_of
     for line in lines:
         took = min(max(line.at, at), begun) - at
-        if before in _OVER:
-            seconds[_waiting(cause, before)]["queue"] += took
+        waiting = _waiting(cause, before)
         known = _cause_of(line)
         if known is not None:
             cause = known
             times[cause] += 1
             first, host = first or cause, host or (line.cause.host if line.cause else "")
-        if before not in _OVER:
-            for phase, one in _divided(took, line).items():
-                seconds[cause][phase] += one
+        is_queued = before in _OVER
+        for phase, one in _divided(took, line, is_queued or line.decision == "first").items():
+            seconds[waiting if is_queued else cause][phase] += one
         at, before = at + took, line.decision
     if not first:
         times[cause] += 1
@@ -166,9 +166,20 @@ def interruption(
 
 def _cause_of(line: RecoveryLine) -> str | None:
     """Returns the cause of the end that a decision follows; None if it names no new one."""
-    if line.cause is not None:
-        return _OF_KINDS.get(line.cause.kind, "unknown")
-    return {"requeue": "requeue", "done": "user"}.get(line.decision)
+    known = None if line.cause is None else _OF_KINDS.get(line.cause.kind, "unknown")
+    is_again = line.decision not in ("first", "requeue", "done")
+    if is_again and known in (None, "unknown") and _code(line) > SIGNALLED:
+        return "killed"  # it left no record
+    if known is None and is_again:
+        return "unknown"
+    return known or {"requeue": "requeue", "done": "user"}.get(line.decision)
+
+
+def _code(line: RecoveryLine) -> int:
+    """Returns the exit code of the start that has ended, or 0 if it is unknown."""
+    ended = (line.inputs or {}).get("ended")
+    code = ended.get("code") if isinstance(ended, dict) else None
+    return code if isinstance(code, int) else 0
 
 
 def _waiting(cause: str, decision: str) -> str:
@@ -176,14 +187,15 @@ def _waiting(cause: str, decision: str) -> str:
     return "user" if decision in ("stop", "done") else cause
 
 
-def _divided(took: float, line: RecoveryLine) -> dict[str, float]:
-    """Divides the seconds before a decision; those that it does not name were the detection's."""
-    if line.decision == "first":  # Slurm has noticed the failure, and queued the job
-        return {"queue": took}
-    if not line.seconds:
+def _divided(took: float, line: RecoveryLine, is_queued: bool) -> dict[str, float]:
+    """Divides the seconds before a decision; those that it does not name were the detection's.
+
+    In a job that Slurm or somebody else begins again, they were the queue's.
+    """
+    if not line.seconds and not is_queued:
         return {"gap": took}
     found, left = {}, took
     for phase in ("decide", "probe", "end"):
         found[phase] = min(max(0.0, line.seconds.get(phase, 0.0)), left)
         left -= found[phase]
-    return found | {"detect": left}
+    return found | {"queue" if is_queued else "detect": left}

@@ -649,7 +649,9 @@ def line_of(
     cause = None
     if failed is not None:
         rank = None if failed.rank == NO_RANK else failed.rank
-        cause = Cause(failed.kind, failed.host, rank, failed.error)
+        # A rank that only noticed that another one had ended does not know why.
+        kind = "unknown" if failed.is_echo else failed.kind
+        cause = Cause(kind, failed.host, rank, failed.error)
     return RecoveryLine(
         at=inputs.now,
         start=inputs.start,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.metrics.lost_time import CAUSES
+from parallel3d.metrics.lost_time import CAUSES, interruption
 from parallel3d.metrics.recovery_log import Cause, RecoveryLine
 from parallel3d.metrics.starts import Account, Goodput, goodput, seconds_of, starts_of
 
@@ -137,7 +137,9 @@ class History:
             self.loses(OF_KIND[kind])
             cause = self.fails(kind, "requeue")
             self.waits(cause, "queue", 60, 600)
-            self.decides("first")
+            self.truth[cause, "probe"] += (probe := self.takes(0, 20))
+            self.heard_of = self.now
+            self.decides("first", probe=probe)
         elif how == "stop":  # somebody looks at it in the morning
             self.loses(OF_KIND[kind])
             cause = self.fails(kind, "stop")
@@ -274,3 +276,22 @@ def test_damaged_and_older_lines_leave_the_sums_right(tmp_path: Path) -> None:
         if starts_of(path):
             check = history.found()
             assert sum(check.seconds.values()) == pytest.approx(check.wall_s, abs=0.01)
+
+
+def test_an_exit_code_names_a_killed_rank_that_left_no_record() -> None:
+    """Its peers only know that it is gone, and its recorder may have failed with them."""
+    peer = Cause("unknown", "node1", 0, "RuntimeError: Connection closed by peer")
+    for cause, code, found in (
+        (None, 137, "killed"),
+        (peer, 139, "killed"),
+        (peer, 1, "unknown"),
+        (None, 1, "unknown"),
+        (Cause("error", "node1", 0, "ValueError: odd"), 137, "error"),
+    ):
+        inputs = {"ended": {"code": code}}
+        line = RecoveryLine(20.0, 2, "same", "", cause, seconds={"end": 1.0}, inputs=inputs)
+        got = interruption(5.0, 10.0, 30.0, [line], "failed", {})
+        assert got.cause == found and got.costs[found].sum() == 25.0
+    (line,) = (RecoveryLine(20.0, 2, "first", "", inputs={"ended": None}),)
+    got = interruption(5.0, 10.0, 30.0, [line], "failed", {})  # the batch process died too
+    assert got.cause == "unknown" and got.costs["unknown"].seconds["queue"] == 10.0
