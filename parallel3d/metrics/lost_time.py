@@ -9,8 +9,8 @@ An interruption is the end of a start that another one follows. Its cause comes 
 | `node`    | lost a node                                                                       |
 | `hang`    | was ended by the watchdog                                                         |
 | `error`   | ended with an error, or decided to end                                            |
-| `requeue` | was asked by a signal to save, by preemption or at a time limit                   |
-| `user`    | was finished, ended by Ctrl-C or refused; also the time after a stop of the job   |
+| `requeue` | was asked by a signal to save: preemption, a time limit, Ctrl-C                   |
+| `user`    | was finished or refused; also the time after the launcher has given up            |
 | `unknown` | ended without a trace                                                             |
 
 | phase      | seconds of                                                                       |
