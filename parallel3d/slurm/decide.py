@@ -645,24 +645,38 @@ def line_of(
     seconds: Mapping[str, float] | None = None,
 ) -> RecoveryLine:
     """Returns the line of a decision, with its inputs."""
-    failed = inputs.ended.cause if inputs.ended is not None else None
-    cause = None
-    if failed is not None:
-        rank = None if failed.rank == NO_RANK else failed.rank
-        # A rank that only noticed that another one had ended does not know why.
-        kind = "unknown" if failed.is_echo else failed.kind
-        cause = Cause(kind, failed.host, rank, failed.error)
     return RecoveryLine(
         at=inputs.now,
         start=inputs.start,
         decision=decision.name,
         sentence=decision.sentence,
-        cause=cause,
+        cause=_cause_of_line(inputs),
         nodes=decision.nodes,
         failed_at=failed_at,
         seconds=seconds or {},
         inputs=inputs.to_json(),
     )
+
+
+def _cause_of_line(inputs: Inputs) -> Cause | None:
+    """Returns the cause of the end; None if there was none, or if nobody knows it."""
+    ended = inputs.ended
+    if ended is None or not (ended.code or ended.dead or ended.cause):
+        return None
+    failed, answers = ended.cause, inputs.answers
+    lost = [
+        node
+        for node in inputs.used
+        if node in ended.dead or (answers is not None and node not in answers)
+    ]
+    if lost and (failed is None or failed.kind not in ("user", "decided", "node")):
+        return Cause("node", lost[0], None, "does not answer")  # whatever its peers have seen
+    if failed is None:
+        return None
+    rank = None if failed.rank == NO_RANK else failed.rank
+    # A rank that only noticed that another one had ended does not know why.
+    kind = "unknown" if failed.is_echo else failed.kind
+    return Cause(kind, failed.host, rank, failed.error)
 
 
 @dataclass(frozen=True)

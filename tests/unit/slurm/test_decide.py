@@ -445,6 +445,24 @@ def test_a_line_has_the_cause_without_the_rank_of_a_dead_node() -> None:
     assert lines_of(after(BOOM))[0].cause.rank == 2
 
 
+def test_a_line_names_a_node_that_is_gone_whatever_its_peers_have_seen() -> None:
+    echo = replace(BOOM, host="node1", error="RuntimeError: Connection closed by peer [::1]:7")
+    diverged = replace(echo, error=f"left out all_reduce of world; {echo.error}", diverged=True)
+    wrong = replace(BOOM, kind="user")
+    for cause, answers, kind, host in (
+        (echo, without("node3"), "node", "node3"),
+        (diverged, without("node3"), "node", "node3"),
+        (None, without("node3"), "node", "node3"),
+        (diverged, without("node6"), "error", "node1"),  # a spare
+        (echo, OK, "unknown", "node1"),
+        (wrong, without("node3"), "user", "node3"),
+    ):
+        (line,) = lines_of(after(cause, answers=answers))
+        assert line.cause is not None and (line.cause.kind, line.cause.host) == (kind, host)
+    (line,) = lines_of(after(StartEnd(0)))
+    assert line.cause is None and line.decision == "done"
+
+
 def test_replayed_decisions_that_differ_are_said() -> None:
     same, other, damaged = lines_of(after(BOOM), after(BOOM), after(BOOM))
     other = replace(other, decision="stop", nodes=(), sentence="so it was")
