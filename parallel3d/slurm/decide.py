@@ -630,8 +630,10 @@ def _next_start(inputs: Inputs, chosen: tuple[str, ...], layout: SmallerLayout, 
         return f"starting on {number}"
     came = [node for node in chosen if node not in inputs.used]
     went = [node for node in inputs.used if node not in chosen]
+    if not came or not went:  # the last start had another number of nodes
+        return f"starting on {number}"
     verb = "takes the place" if len(came) == 1 else "take the places"
-    return f"{_names(came)} {verb} of {_names(went)}" if went else f"starting on {number}"
+    return f"{_names(came)} {verb} of {_names(went)}"
 
 
 # Lines of `recovery.jsonl`
