@@ -32,7 +32,8 @@ SECRET = "a-secret"
 JOB, START = "4711", 3
 ROOT = Path(__file__).parents[3]
 
-# A rank: its words are its number and code that it runs once it has begun. `step` ends a step.
+# A rank: its words are its number, code that it runs after three steps, and code before these.
+# `step` ends a step.
 RANK = """
 import ctypes, os, subprocess, sys, time
 from parallel3d.faults.progress import ProgressFile
@@ -43,6 +44,7 @@ def step(seconds=0.05):
     progress.step_ended()
 def sleeper(**more):
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **more)
+exec(sys.argv[3])
 for _ in range(3):
     step()
 exec(sys.argv[2])
@@ -147,9 +149,9 @@ class Node:
         of_step = {"SLURM_JOB_ID": JOB, "SLURM_STEP_ID": "1", "SLURMD_NODENAME": self.name}
         return os.environ | of_step | {"PARALLEL3D_START": str(START), PROGRESS: self.folder} | more
 
-    def rank(self, number: int, code: str = STEPS) -> subprocess.Popen[str]:
-        """Starts a rank, and waits until it has done some steps."""
-        command = (sys.executable, "-c", RANK, str(number), code)
+    def rank(self, number: int, code: str = STEPS, before: str = "") -> subprocess.Popen[str]:
+        """Starts a rank."""
+        command = (sys.executable, "-c", RANK, str(number), code, before)
         rank = subprocess.Popen(
             command, env=self.environ(), cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
@@ -175,13 +177,13 @@ class Cluster:
     ) -> None:
         self.said: list[str] = []
         self.collector = Collector(SECRET, START, names, self.said.append, limits=limits)
-        self.wire = Wire(self.collector.port) if wired else None
+        self.wires = {name: Wire(self.collector.port) for name in names if wired}
         self._folder, self._self_tests = folder, self_tests or {}
         self.nodes = {name: self._node(name) for name in names}
 
     def _node(self, name: str) -> Node:
         folder = str(self._folder / name)
-        port = self.wire.port if self.wire else self.collector.port
+        port = self.wires[name].port if self.wires else self.collector.port
         words = guard_words(port, name, folder, "--", *self._self_tests.get(name, ()))
         return Node(name, folder, started_guard(words))
 
@@ -200,8 +202,8 @@ class Cluster:
                 for stream in (process.stdout, process.stderr):
                     if stream is not None:
                         stream.close()
-        if self.wire is not None:
-            self.wire.close()
+        for wire in self.wires.values():
+            wire.close()
         self.collector.close()
 
     def watch(self, code: str = STEPS) -> None:
@@ -210,6 +212,11 @@ class Cluster:
         for number, node in enumerate(self.nodes.values()):
             node.rank(number, code)
         until(lambda: all(r and r[0].steps >= 3 for r in self.collector.reports.values()))
+
+    def cut(self, names: str, is_cut: bool = True) -> None:
+        """Cuts the service links of some nodes, or mends them."""
+        for name in names:
+            self.wires[name].is_cut = is_cut
 
     def undisturbed(self, seconds: float) -> bool:
         """Returns whether no verdict is given for so long."""

@@ -111,9 +111,8 @@ def test_an_end_does_not_wait_longer_than_the_ranks_do(tmp_path: Path) -> None:
 
 def test_ranks_that_stand_still_without_a_collector_are_ended(tmp_path: Path) -> None:
     with Cluster(tmp_path, wired=True) as cluster:
-        assert cluster.wire is not None
         cluster.watch(STILL)
-        cluster.wire.is_cut = True
+        cluster.cut("a")
         begin = time.monotonic()
         assert cluster["a"].guard.wait(PATIENCE * 20) == 1
         assert time.monotonic() - begin >= LIMITS.silent
@@ -122,15 +121,15 @@ def test_ranks_that_stand_still_without_a_collector_are_ended(tmp_path: Path) ->
         assert "the ranks of this host are ended" in cluster["a"].guard.stderr.read()
 
 
-def test_ranks_that_step_outlive_a_cut_of_the_service_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["b", "ab"])
+def test_ranks_that_step_outlive_a_cut_of_the_service_link(names: str, tmp_path: Path) -> None:
     with Cluster(tmp_path, "ab", wired=True) as cluster:
-        assert cluster.wire is not None
         cluster.watch()
-        cluster.wire.is_cut = True
+        cluster.cut(names)
         assert cluster.undisturbed(2 * LIMITS.silent)
-        steps = cluster.collector.reports["a"][0].steps
-        cluster.wire.is_cut = False
-        until(lambda: cluster.collector.reports["a"][0].steps > steps + 20)
+        steps = cluster.collector.reports["b"][0].steps
+        cluster.cut(names, is_cut=False)
+        until(lambda: cluster.collector.reports["b"][0].steps > steps + 20)
         assert cluster.collector.verdict is None
         assert [node.guard.poll() for node in cluster.nodes.values()] == [None, None]
 
