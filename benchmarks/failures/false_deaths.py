@@ -4,9 +4,9 @@
 
 Each run has two nodes with a real guard and a rank each, and a real collector. A fifth of the runs
 each: a rank holds the GIL for 40 s; a file system makes the ranks wait for 40 s; the first step
-takes 90 s; the service link alone, of one node or both, is cut for 60 s; nothing. The ranks step together, as if they
-reduced gradients. All these times, and all limits, are divided by 15. In a sixth kind, which
-`--deaths` counts, a node falls silent: all of those must be ended.
+takes 90 s; the service link alone, of one node or both, is cut for 60 s; nothing. All these times,
+and all limits, are divided by 15. In a sixth kind, which `--deaths` counts, a node falls silent:
+all of those must be ended.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ between guards and collector can be cut.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import selectors
 import signal
@@ -29,7 +30,8 @@ FASTER = 15.0  # silent 2 s, paused 8 s, no step 2 s
 LIMITS = BeatLimits().faster(FASTER)
 INTERVAL_S = 0.2
 SECRET = "a-secret"
-JOB, START = "4711", 3
+START = 3
+JOBS = itertools.count(1)
 ROOT = Path(__file__).parents[3]
 
 # A rank: its words are its number, code that it runs after three steps, and code before these.
@@ -141,12 +143,13 @@ class Node:
 
     name: str
     folder: str
+    job: str
     guard: subprocess.Popen[str]
     ranks: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def environ(self, **more: str) -> dict[str, str]:
         """Returns the environment of a task of Slurm on this node."""
-        of_step = {"SLURM_JOB_ID": JOB, "SLURM_STEP_ID": "1", "SLURMD_NODENAME": self.name}
+        of_step = {"SLURM_JOB_ID": self.job, "SLURM_STEP_ID": "1", "SLURMD_NODENAME": self.name}
         return os.environ | of_step | {"PARALLEL3D_START": str(START), PROGRESS: self.folder} | more
 
     def rank(self, number: int, code: str = STEPS, before: str = "") -> subprocess.Popen[str]:
@@ -176,6 +179,8 @@ class Cluster:
         limits: BeatLimits = LIMITS,
     ) -> None:
         self.said: list[str] = []
+        # Clusters of other tests must not end each other's ranks.
+        self.job = f"{os.getpid()}-{next(JOBS)}"
         self.collector = Collector(SECRET, START, names, self.said.append, limits=limits)
         self.wires = {name: Wire(self.collector.port) for name in names if wired}
         self._folder, self._self_tests = folder, self_tests or {}
@@ -184,8 +189,9 @@ class Cluster:
     def _node(self, name: str) -> Node:
         folder = str(self._folder / name)
         port = self.wires[name].port if self.wires else self.collector.port
-        words = guard_words(port, name, folder, "--", *self._self_tests.get(name, ()))
-        return Node(name, folder, started_guard(words))
+        test = ("--", *self._self_tests.get(name, ()))
+        words = guard_words(port, name, folder, *test, job=self.job)
+        return Node(name, folder, self.job, started_guard(words))
 
     def __getitem__(self, name: str) -> Node:
         return self.nodes[name]
@@ -227,8 +233,8 @@ class Cluster:
         return self.collector.verdict is None
 
 
-def guard_words(port: int, name: str, folder: str, *more: str) -> list[str]:
-    words = ["--collector", f"127.0.0.1:{port}", "--start", str(START), "--job", JOB]
+def guard_words(port: int, name: str, folder: str, *more: str, job: str = "0") -> list[str]:
+    words = ["--collector", f"127.0.0.1:{port}", "--start", str(START), "--job", job]
     words += ["--interval", str(INTERVAL_S), "--progress", folder, "--node", name]
     return [*words, "--faster", str(FASTER), *more]
 

@@ -124,14 +124,16 @@ def test_ranks_have_time_for_their_records(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_another_process_has_got_is_not_killed(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster, subprocess.Popen(SLEEPER) as stranger:
-        begun = born(stranger.pid)
-        content = FORMAT.pack(MARK, stranger.pid, begun - 1, 5, time.monotonic(), 0.1, 1)
-        (Path(cluster["a"].folder) / "rank-0").write_bytes(content)
-        until(lambda: cluster.collector.reports["a"])
-        assert cluster.collector.reports["a"][0].is_away
-        assert cluster.collector.end(0).clean == {"a"}
-        try:
+    stranger = subprocess.Popen(SLEEPER)
+    try:
+        with Cluster(tmp_path) as cluster:
+            begun = born(stranger.pid)
+            content = FORMAT.pack(MARK, stranger.pid, begun - 1, 5, time.monotonic(), 0.1, 1)
+            (Path(cluster["a"].folder) / "rank-0").write_bytes(content)
+            until(lambda: cluster.collector.reports["a"])
+            ended = cluster.collector.end(0, wait=PATIENCE * 10)
             assert stranger.poll() is None
-        finally:
-            stranger.kill()
+            assert ended.clean == {"a"}
+    finally:
+        stranger.kill()
+        stranger.wait()

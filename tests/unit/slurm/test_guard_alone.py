@@ -176,7 +176,9 @@ def test_a_guard_that_is_started_again_is_believed(tmp_path: Path) -> None:
         node = cluster["a"]
         node.guard.kill()
         node.guard.wait()
-        node.guard = started_guard(guard_words(cluster.collector.port, "a", node.folder))
+        node.guard = started_guard(
+            guard_words(cluster.collector.port, "a", node.folder, job=node.job)
+        )
         steps = cluster.collector.reports["a"][0].steps
         until(lambda: cluster.collector.reports["a"][0].steps > steps + 5)
         assert cluster.said == []
