@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
@@ -407,32 +406,30 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     FSDP2 shards.
     """
     found = []
-    for parameters, own in _flat(rank):
-        first_of_all = parameters[0][0]
-        start = own * rank.index_of(first_of_all) if rank.shards_of(first_of_all) > 1 else 0
+    if rank.fully_sharded:
+        for p in filter(rank.is_fully_sharded, rank.trained):
+            most, at = sharded_numel(p, rank.shards_of(p)), rank.index_of(p)
+            first, end = (min(p.numel, most * i) for i in (at, at + 1))
+            found.append(FlatShard.of([(p, first, end - first)]))
+    for bucket in buckets_of(rank):
+        shards = rank.shards_of(bucket[0])
+        own = bucket_numel(bucket, rank) // shards
+        start = own * rank.index_of(bucket[0]) if shards > 1 else 0
         by_kind: dict[tuple[bool, bool], list[tuple[LocalParameter, int, int]]] = defaultdict(list)
-        for p, offset in parameters:
-            first, end = (min(max(at - offset, 0), p.numel) for at in (start, start + own))
-            if first < end or rank.is_fully_sharded(p):
+        for p, offset in _placed(bucket):
+            first, end = max(start - offset, 0), min(start + own - offset, p.numel)
+            if first < end:
                 by_kind[p.decays, p.replicated].append((p, first, end - first))
         found += [FlatShard.of(spans) for spans in by_kind.values()]
     return found
 
 
-def _flat(rank: PipelineRank) -> Iterator[tuple[list[tuple[LocalParameter, int]], int]]:
-    """Yields the flat gradients that ranks divide among them: a parameter of FSDP2, or a bucket.
-
-    Each comes as its parameters with the places of their first elements, and as the number of
-    elements of a rank.
-    """
-    if rank.fully_sharded:
-        for p in filter(rank.is_fully_sharded, rank.trained):
-            yield [(p, 0)], sharded_numel(p, rank.shards_of(p))
-    for bucket in buckets_of(rank):
-        ordered = sorted(bucket, key=lambda p: (p.decays, p.replicated))
-        places = accumulate((p.numel for p in ordered), initial=0)
-        own = bucket_numel(bucket, rank) // rank.shards_of(bucket[0])
-        yield [*zip(ordered, places, strict=False)], own
+def _placed(bucket: Sequence[LocalParameter]) -> Iterator[tuple[LocalParameter, int]]:
+    """Yields the parameters of a bucket in their order there, with their first elements."""
+    offset = 0
+    for p in sorted(bucket, key=lambda p: (p.decays, p.replicated)):
+        yield p, offset
+        offset += p.numel
 
 
 def rank_with_most_sums(rank: PipelineRank) -> PipelineRank:
@@ -443,17 +440,23 @@ def rank_with_most_sums(rank: PipelineRank) -> PipelineRank:
     """
     if rank.layout.tp == 1 or rank.shards == 1:
         return rank
+    places: list[tuple[LocalParameter, int, int]] = []  # with first element and a rank's elements
+    if rank.fully_sharded:
+        whole = filter(rank.is_fully_sharded, rank.trained)
+        places += [(p, 0, sharded_numel(p, rank.shards_of(p))) for p in whole]
+    for bucket in buckets_of(rank):
+        own = bucket_numel(bucket, rank) // rank.shards_of(bucket[0])
+        places += [(p, offset, own) for p, offset in _placed(bucket)]
     sums: Counter[tuple[bool, int]] = Counter()
-    for parameters, own in _flat(rank):
-        for p, offset in parameters:
-            if rank.shards_of(p) == 1:
-                continue
-            end = offset + p.numel
-            parts = [(end - p.shared, p.owners), (offset, int(rank.sp and p.replicated))]
-            for start, times in parts:
-                for shard in range(start // own, -(-end // own)) if times else ():
-                    both = min(end, own * (shard + 1)) - max(start, own * shard)
-                    sums[p.expert, shard] += times * both
+    for p, offset, own in places:
+        if rank.shards_of(p) == 1:
+            continue
+        end = offset + p.numel
+        parts = [(end - p.shared, p.owners), (offset, int(rank.sp and p.replicated))]
+        for start, times in parts:
+            for shard in range(start // own, -(-end // own)) if times else ():
+                both = min(end, own * (shard + 1)) - max(start, own * shard)
+                sums[p.expert, shard] += times * both
     ranks = [PipelineRank(rank.blueprint, rank.index, i) for i in range(rank.shards)]
     experts = next((p for p in rank.trained if p.expert), None)
 
