@@ -47,7 +47,8 @@ PACKAGE = Path(__file__).parents[1]  # spelled like the file names in stack fram
 PEER_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|closed by peer|reset by peer"
     r"|remote process exited|remote rank|socket (closed|timeout)|peer (has )?(gone|closed|exited)"
-    r"|connection was likely closed|failed to (recv|send)|stop_waiting",
+    r"|connection was likely closed|failed to (recv|send)|stop_waiting"
+    r"|member \d+ of the group has ended",  # `comm.shared_memory`
     re.IGNORECASE,
 )
 # Parts of gloo's messages that are left out: the position in gloo's source, and general advice.
