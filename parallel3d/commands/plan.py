@@ -71,9 +71,9 @@ from parallel3d.estimate.search import (
     trace_of,
     works,
 )
-from parallel3d.experts.checks import check_expert_parallel
+from parallel3d.experts.checks import check_expert_parallel, check_experts
 from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_page
-from parallel3d.models.checks import check_model
+from parallel3d.models.checks import check_kernels, check_layer_types, check_model
 from parallel3d.models.flops import flops_per_token
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.survey import OwnModelConfig
@@ -621,6 +621,9 @@ def searched(
         fixed = {"cp": 1, **fixed}
     else:
         check_model(config.model)
+        check_experts(config.model)
+        check_layer_types(config.model)
+        check_kernels(config.model, config.attention_kernel, config.delta_kernel)
     check_held(config, fixed, ranks)
     if file is not None:
         machine = read(file)

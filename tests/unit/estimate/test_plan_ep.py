@@ -87,6 +87,19 @@ def test_dense_models_have_no_ep() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model.expert_bias=true", r"model\.expert_bias=true.* model\.num_experts=0"),
+        ("model.delta_key_heads=2", r"model\.delta_key_heads=2 belongs to gated_deltanet"),
+        ("delta_kernel=torch", r"delta_kernel=torch is a kernel of gated_deltanet"),
+    ],
+)
+def test_parts_of_layers_that_a_model_lacks_are_refused_as_by_a_run(words: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        searched(config_of("model=llama3_8b", words), {}, 16)
+
+
+@pytest.mark.parametrize(
     ("fixed", "said"),
     [
         ({"ep": 3}, "ep=3 must divide tp · cp · dp=16; the nearest is ep=2"),
