@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from parallel3d.topology.cluster.slurm import (
 )
 
 ANSWER_S = 60.0  # limit of a question to the controller
+RELEASE_S = 20.0  # for which it is asked again to let nodes go
 TIMED_OUT = 124  # as of timeout(1)
 GONE_STATES = ("down", "drain", "drng", "fail", "maint", "inval")  # as sinfo abbreviates them
 # Ranks that are left so long after the first one has ended are killed: NCCL waits for dead peers.
@@ -191,9 +193,15 @@ def release(job: str, kept: Sequence[str]) -> Said:
     scontrol writes scripts with new variables into its folder, which nobody needs: each step is
     given its nodes.
     """
+    words = ("scontrol", "update", f"JobId={job}", f"NodeList={','.join(kept)}")
+    deadline = time.monotonic() + RELEASE_S
     with tempfile.TemporaryDirectory() as folder:
-        words = ("scontrol", "update", f"JobId={job}", f"NodeList={','.join(kept)}")
-        return call(*words, limit_s=30, folder=folder)
+        while True:
+            said = call(*words, limit_s=30, folder=folder)
+            # Slurm changes no job that it is just entering into its data base.
+            if not said.code or "try again" not in said.err or time.monotonic() > deadline:
+                return said
+            time.sleep(0.5)
 
 
 def requeue(job: str) -> Said:

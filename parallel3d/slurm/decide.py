@@ -262,7 +262,8 @@ def of_end(inputs: Inputs) -> Decision | None:
         return _requeue(inputs, {}, "a signal stopped the run and it has saved", 0)
     if ended.code == 0:
         return _end(inputs, "done", 0, "the run has ended")
-    if ended.code == USER_ERROR and ended.first:
+    is_mistake = ended.first or (ended.cause is not None and ended.cause.kind == "user")
+    if ended.code == USER_ERROR and is_mistake:
         return _end(inputs, "stop", USER_ERROR, f"{_cause(ended)}: the input cannot work")
     if ended.asked is not None or ended.code in ASKING_CODES:
         came = f"{ended.asked or 'a signal'} came and the ranks ended with code {ended.code}"

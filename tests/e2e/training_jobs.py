@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.command import ROOT, TINY, Shell, without_replaced
+from tests.e2e.forked import Forked
 from tests.e2e.private_slurm import OVER, Job, Slurm
 from tests.e2e.rails import Rails
 from tests.pace import PATIENCE
@@ -50,6 +51,7 @@ class Cluster:
     seen: dict[str, Job] = field(default_factory=dict)  # what squeue said last, by number
     cut: set[str] = field(default_factory=set)
     crashed: set[str] = field(default_factory=set)
+    drained: set[str] = field(default_factory=set)
 
     @classmethod
     @contextmanager
@@ -116,6 +118,19 @@ class Cluster:
             self.slurm.boot(node)
             self.crashed.discard(node)
 
+    def repair_all(self) -> None:
+        """Makes all nodes usable again, once no job is left."""
+        for node in (*self.cut, *self.crashed):
+            self.repair(node)
+        for node in self.drained:
+            self.slurm.call("scontrol", "update", f"nodename={node}", "state=resume")
+        self.drained.clear()
+
+    def drain(self, node: str) -> None:
+        self.drained.add(node)
+        words = (f"nodename={node}", "state=drain", "reason=test")
+        self.slurm.call("scontrol", "update", *words)
+
     def look(self) -> None:
         self.seen = self.slurm.jobs()
 
@@ -173,6 +188,9 @@ class TrainingJob:
     def output(self) -> str:
         path = self.folder / f"{self.name}.out"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def cancel(self) -> None:
+        self.cluster.slurm.call("scancel", self.number)
 
     def release(self) -> None:
         """Lets steps be fast again."""
@@ -266,3 +284,15 @@ class TrainingJob:
     def silence(self, node: str) -> None:
         self.note(node)
         self.cluster.silence(node)
+
+
+def undisturbed(cluster: Cluster, ranks: int) -> TrainingJob:
+    """Trains without Slurm as the jobs do, in a run to compare with."""
+    alone = Shell(cluster.shell.cwd, cluster.shell.scratch)
+    words = without_replaced((*TINY, *alone.text(), *WORDS))
+    forked = Forked(alone)
+    forked.add_world(ranks, "train", *words, f"dp={ranks}", "run=undisturbed")
+    forked.start()
+    forked.finish()
+    alone.end_all()
+    return TrainingJob(cluster, "undisturbed", "")

@@ -1,0 +1,251 @@
+"""Runs slurm/train.sbatch on a real Slurm whose nodes die, fall silent or are drained.
+
+The jobs train with one rank a node and a spare node beside them. However they are disturbed, each
+ends with the weights and rows of an undisturbed run. `pytest -s` prints what the jobs decided, and
+the seconds from each loss to the first new step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.e2e import rails
+from tests.e2e.private_slurm import why_not
+from tests.e2e.training_jobs import STEPS, Cluster, Story, TrainingJob, undisturbed
+
+REASON = None if os.environ.get("CI") else why_not() or rails.why_not()
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.first,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+NODES = 15
+
+
+# Stories: what is done to a job, once it trains
+
+
+def killed(job: TrainingJob) -> Iterator[None]:
+    while not job.trains():
+        yield
+    job.kill_rank(job.nodes[1])
+    yield from until_back(job, 2)
+
+
+def crashed(job: TrainingJob) -> Iterator[None]:
+    while not job.trains():
+        yield
+    job.crash(job.nodes[1])
+    yield from until_back(job, 2)
+
+
+def silent(job: TrainingJob) -> Iterator[None]:
+    """The rank of the silent node is still there when its place is taken, or has been ended."""
+    while not job.trains():
+        yield
+    job.silence(node := job.nodes[1])
+    while job.rank_on(node) is not None:
+        yield
+    job.note("ended by its own guard")
+    yield from until_back(job, 2)
+
+
+def spare(job: TrainingJob) -> Iterator[None]:
+    while not job.trains():
+        yield
+    job.crash(node := job.nodes[2])
+    while node in job.nodes and not job.is_over:
+        yield
+    job.note("given up")
+    job.release()
+
+
+def second(job: TrainingJob) -> Iterator[None]:
+    """The node that has replaced another dies before the ranks have met."""
+    while not job.trains():
+        yield
+    nodes = job.nodes
+    job.crash(nodes[1])
+    while len(job.kinds) < 2:
+        yield
+    job.crash(nodes[2])
+    yield from until_back(job, 2)
+
+
+def drained(job: TrainingJob) -> Iterator[None]:
+    while not job.trains():
+        yield
+    node = job.nodes[1]
+    job.cluster.drain(node)
+    job.kill_rank(node)
+    yield from until_back(job, 2)
+
+
+def used_up(job: TrainingJob) -> Iterator[None]:
+    while not job.trains():
+        yield
+    nodes = job.nodes
+    job.crash(nodes[1])
+    while len(job.first_steps()) < 2 or job.steps < 12:
+        yield
+    job.crash(nodes[2])
+    yield from until_back(job, 3)
+
+
+def host(job: TrainingJob) -> Iterator[None]:
+    while not job.trains():
+        yield
+    job.crash(node := job.nodes[0])
+    job.cluster.slurm.down(node)  # Slurm would notice it by itself
+    yield from until_back(job, 2)
+
+
+def wrong(job: TrainingJob) -> Iterator[None]:
+    """The data go away with a node."""
+    while not job.trains():
+        yield
+    (job.folder / "wrong.txt").unlink()
+    job.crash(job.nodes[1])
+    while not job.is_over:
+        yield
+
+
+def until_back(job: TrainingJob, starts: int) -> Iterator[None]:
+    while len(job.first_steps()) < starts and not job.is_over:
+        yield
+    job.release()
+
+
+# As many at once as two cores can bear. Each has two ranks; the number is that of its spares.
+WAVES: list[dict[Story, int]] = [
+    {killed: 1, crashed: 1, silent: 1},
+    {spare: 1, second: 2, drained: 1},
+    {used_up: 1, host: 1, wrong: 1},
+]
+
+
+@dataclass
+class Told:
+    """All jobs after their stories, and the run to compare with."""
+
+    cluster: Cluster
+    reference: TrainingJob
+    jobs: dict[str, TrainingJob] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    cwd, scratch = tmp_path_factory.mktemp("recovery"), tmp_path_factory.mktemp("scratch")
+    with Cluster.up(cwd, scratch, NODES) as cluster:
+        found = Told(cluster, undisturbed(cluster, 2))
+        for wave in WAVES:
+            tell(cluster, wave)
+        found.jobs = cluster.jobs
+        for job in found.jobs.values():
+            print(account(job))
+        yield found
+
+
+def tell(cluster: Cluster, wave: dict[Story, int]) -> None:
+    stories = {story.__name__: story for story in wave}
+    for story, spares in wave.items():
+        name, more = story.__name__, []
+        if story is wrong:
+            text = cluster.shell.cwd / "wrong.txt"
+            text.write_text((cluster.shell.cwd / "book.txt").read_text())
+            more.append(f"data.path={text}")
+        cluster.submit(name, 2, spares, *more, slow_s=2.0 if story is spare else 0.5)
+    cluster.tell(stories, 60)
+    cluster.repair_all()
+
+
+def account(job: TrainingJob) -> str:
+    """Returns what became of a job."""
+    lines = [f"\n{job.name}: {job.now}"]
+    for what in job.lost():
+        back = job.back_after(what)
+        lines.append(f"  {what}: first new step after {'–' if back is None else f'{back:.1f} s'}")
+    for line in job.decisions:
+        lines.append(f"  {line['decision']} {line['nodes']} {line['seconds']} {line['sentence']}")
+    return "\n".join(lines)
+
+
+def same_result(told: Told, name: str) -> None:
+    job, reference = told.jobs[name], told.reference
+    assert job.now is not None and job.now.state == "COMPLETED", job.output()
+    assert [row[0] for row in job.rows()] == list(range(1, STEPS + 1))
+    assert job.rows() == reference.rows()
+    assert job.weights() == reference.weights()
+
+
+@pytest.mark.parametrize("name", ["killed", "crashed", "silent", "second", "spare", "drained"])
+def test_a_disturbed_job_goes_on_in_its_place_to_the_undisturbed_result(
+    told: Told, name: str
+) -> None:
+    same_result(told, name)
+    assert told.jobs[name].now.restarts == 0, told.jobs[name].output()
+
+
+def test_a_killed_rank_is_restarted_on_the_same_nodes(told: Told) -> None:
+    assert told.jobs["killed"].kinds == ["first", "same", "done"]
+
+
+@pytest.mark.parametrize("name", ["crashed", "silent"])
+def test_a_spare_takes_the_place_of_a_lost_node(told: Told, name: str) -> None:
+    job = told.jobs[name]
+    assert job.kinds == ["first", "replace", "done"]
+    lost = next(iter(job.lost))
+    first, after, _ = job.decisions
+    assert lost in first["nodes"] and lost not in after["nodes"]
+    assert lost not in job.nodes  # the job has given it up
+
+
+def test_the_rank_of_a_silent_node_is_ended_by_its_own_guard(told: Told) -> None:
+    job = told.jobs["silent"]
+    lost, ended = job.lost.values()
+    assert ended - lost < 60
+    assert all(not job.processes(node, "train") for node in job.lost)
+
+
+def test_a_spare_that_dies_is_given_up_while_the_ranks_train_on(told: Told) -> None:
+    job = told.jobs["spare"]
+    assert job.kinds == ["first", "done"] and len(job.first_steps()) == 1
+    assert "given up" in job.lost and next(iter(job.lost)) not in job.nodes
+
+
+def test_a_node_that_dies_within_a_restart_is_replaced_too(told: Told) -> None:
+    job = told.jobs["second"]
+    assert job.kinds == ["first", "replace", "replace", "done"]
+    assert not set(job.decisions[2]["nodes"]) & set(job.lost)
+
+
+def test_a_drained_node_is_left_out_at_the_next_restart(told: Told) -> None:
+    job = told.jobs["drained"]
+    assert job.kinds == ["first", "replace", "done"]
+    assert not set(job.decisions[1]["nodes"]) & set(job.lost)
+
+
+def test_without_a_spare_the_job_is_queued_again_and_avoids_its_lost_nodes(told: Told) -> None:
+    same_result(told, "used_up")
+    job = told.jobs["used_up"]
+    assert job.kinds == ["first", "replace", "requeue", "first", "done"], account(job)
+    assert job.now.restarts == 1
+    assert not set(job.decisions[3]["nodes"]) & set(job.lost)
+    assert set(job.decisions[2]["inputs"]["history"]) | set(job.lost) == set(job.lost)
+
+
+def test_a_job_whose_batch_host_dies_is_queued_again_by_slurm(told: Told) -> None:
+    same_result(told, "host")
+    assert told.jobs["host"].now.restarts == 1
+
+
+def test_a_mistake_after_a_replacement_is_not_retried(told: Told) -> None:
+    job = told.jobs["wrong"]
+    assert (job.now.state, job.now.restarts) == ("FAILED", 0), job.output()
+    assert job.kinds == ["first", "replace", "stop"], account(job)
+    assert "wrong.txt" in job.output()
