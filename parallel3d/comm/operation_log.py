@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Operations whose tensors may differ in size between ranks and between steps.
+UNEVEN = ("all_to_all", "alltoall", "scatter")
+
+
 class _Group(Protocol):
     """The part of `group.Group` that this module needs."""
 
@@ -40,8 +44,13 @@ class LoggedOperation(NamedTuple):
     peer: int | None = None
 
     def is_same_call(self, other: LoggedOperation) -> bool:
-        """Returns whether both operations are the same call, whatever their numbers."""
-        return self._replace(number=0) == other._replace(number=0)
+        """Returns whether both operations are the same call, whatever their numbers.
+
+        The experts' tokens differ in number from step to step.
+        """
+        shape = () if self.name.startswith(UNEVEN) else self.shape
+        theirs = () if other.name.startswith(UNEVEN) else other.shape
+        return self._replace(number=0, shape=shape) == other._replace(number=0, shape=theirs)
 
     @property
     def tensor(self) -> str:
@@ -103,17 +112,18 @@ class OperationLog:
         self._notes: list[LoggedOperation] = []
         self._phase, self._repeats = "", True
         self._previous: dict[str, list[LoggedOperation]] = {}  # phase → entries of its last run
-        # Pairs of a phase's entries and those of its previous run, latest phase first. Three
-        # phases suffice for a step and an evaluation or a health check between two steps.
+        # Pairs of a repeating phase's entries and those of its previous run, latest phase first.
+        # Three suffice for a step, an evaluation after it, and one phase more.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 
     def boundary(self, phase: str, repeats: bool = True) -> None:
         """Begins a phase, such as "train step", which has the same operations in every run.
 
-        A phase with `repeats=False`, such as a user's hook, may have others in each run.
+        A phase with `repeats=False`, such as a user's hook or a save, may have others in each
+        run.
         """
-        self._closed.appendleft((self._notes, self._previous.get(self._phase, [])))
         if self._repeats:
+            self._closed.appendleft((self._notes, self._previous.get(self._phase, [])))
             self._previous[self._phase] = self._notes
         self._notes = []
         self._phase, self._repeats = phase, repeats

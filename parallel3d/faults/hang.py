@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
+from parallel3d.comm.operation_log import UNEVEN, Divergence, LoggedOperation, OperationLog
 from parallel3d.private_names import flight_records
 
 # The device's queue of operations comes from the flight recorder of torch's NCCL groups. A wait for
@@ -238,9 +238,6 @@ def from_json(content: dict[str, Any]) -> RankState:
 # If two ranks wait in different places, either may be at fault. But training repeats itself: if one
 # rank's operations differ from those of its last step and the other's do not, the first rank is at
 # fault.
-
-
-UNEVEN = ("all_to_all", "alltoall", "scatter")  # tensors may differ in size between ranks
 
 
 def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:

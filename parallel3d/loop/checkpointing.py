@@ -28,6 +28,8 @@ class Checkpointing(StepHook):
         if is_due:
             run.user_hooks.before_save(result.step)
         run.worker.phase = f"checkpoint after step {result.step}"
+        # While a save is being written, the ranks ask after each step whether it has ended.
+        run.worker.log.boundary("checkpoint", repeats=False)
         start = time.perf_counter()
         with run.trainer.step_timer.range("checkpoint"), run.spent("checkpoint"):
             checkpoints.after_step(run.trainer, self._unwritten, by_time=result.save)

@@ -21,7 +21,7 @@ class HealthCheck(StepHook):
         """Checks the step. Raises TrainingFailure on all ranks if the run cannot continue."""
         run, before = self.run, self.health.rollbacks
         run.worker.phase = f"health check after step {result.step}"
-        run.worker.log.boundary("health check")
+        run.worker.log.boundary("health check", repeats=False)  # a rollback restores
         self.health.after_step(result)
         if run.recorder is not None and self.health.rollbacks > before:
             run.recorder.rolled_back(run.checkpoints.saved_step)

@@ -21,10 +21,11 @@ def run_steps(run: RankRun, hooks: Sequence[StepHook]) -> None:
     for hook in hooks:
         hook.before_run()
     for step in range(run.first, run.last + 1):
-        worker.phase = f"train step {step}"
-        worker.log.boundary("train step")
+        worker.phase = phase = f"train step {step}"
         for hook in hooks:
             hook.before_step(step)
+        worker.phase = phase  # a user's hook has one of its own
+        worker.log.boundary("train step")
         start = time.perf_counter()
         with run.watchdog_paused(when=may_compile and step == run.first):
             result = trainer.train_step()

@@ -309,7 +309,8 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     # skipped step, this does not point to a cause.
     diverged = [f for f in found if f.diverged]
     if any(f.peer_may_be_at_fault for f in found) and diverged:
-        found = [*diverged, *(f for f in found if f.kind in ("hang", "decided"))]
+        others = [f for f in found if f.kind != "error" and not f.peer_may_be_at_fault]
+        found = [*diverged, *others]
     return min(found, key=_rank_of_cause)
 
 
@@ -326,6 +327,10 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
     # A verdict about a node, which takes half a minute, ends all ranks. Only an error before it can
     # have caused it: if a rank takes all memory of its node, the node becomes silent.
     if failure.kind == "error" and TIMED_OUT.search(failure.error):
+        return 1, failure.time
+    # A rank that has lost a peer while its calls differed, as in a step that all ranks skip, is the
+    # cause only if nothing else ended by itself.
+    if failure.diverged and PEER_GONE.search(failure.error):
         return 1, failure.time
     return 0, failure.time
 

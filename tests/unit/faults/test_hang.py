@@ -165,6 +165,23 @@ def test_divergence_is_measured_against_the_previous_step() -> None:
     assert str(log_of("abb", "aa").divergence()).startswith(went)
 
 
+def test_other_numbers_of_tokens_for_the_experts_are_no_divergence() -> None:
+    log = OperationLog()
+    for tokens in (8, 12, 10):
+        log.boundary("train step")
+        logged(Group(log), "all_to_all", torch.zeros(tokens), Handle).wait()
+        assert log.divergence() is None
+
+
+def test_phases_that_do_not_repeat_hide_no_step() -> None:
+    log = log_of("ab", "a")
+    for phase in ("hooks", "health check", "checkpoint"):
+        log.boundary(phase, repeats=False)
+        logged(Group(log), "broadcast", torch.zeros(4), Handle).wait()
+    log.boundary("train step")
+    assert str(log.divergence()) == "left out broadcast of dp (float32[4])"
+
+
 def test_divergence_at_the_end_of_a_step_is_seen_in_the_next() -> None:
     divergence = log_of("ab", "a", "a").divergence()
     assert str(divergence) == "left out broadcast of dp (float32[4])"

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from parallel3d.checkpoint.keys import CheckpointConfig
+from parallel3d.comm.operation_log import OperationLog
 from parallel3d.loop import data_check
 from parallel3d.loop.checkpointing import Checkpointing
 from parallel3d.loop.data_check import DataCheck
+from parallel3d.loop.health_check import HealthCheck
 from parallel3d.loop.keys import TrainConfig
 from parallel3d.loop.rank_run import RankRun
 from parallel3d.loop.run_steps import run_steps
@@ -125,3 +127,74 @@ def test_data_files_are_checked_whenever_something_is_written(
     run.checkpoints.is_due.side_effect = lambda step: step == 3
     run_steps(run, [DataCheck(run)])
     assert looked == [2, 3, 4, 5]
+
+
+class Communicates(StepHook):
+    """Reduces over the world after some steps, in the phase that it finds or in one of its own."""
+
+    def __init__(self, log: OperationLog, name: str, steps: range) -> None:
+        self.log, self.group, self.steps = log, SimpleNamespace(name=name, ranks=(0, 1)), steps
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        if result.step in self.steps:
+            self.log.start(self.group, "all_reduce", torch.zeros(()))
+
+
+def communicating(folder: Path, steps: int, **keys: Any) -> tuple[RankRun, list[str]]:
+    """Returns steps that communicate, and the divergences that their log has, which grows."""
+    run, _ = run_of(folder, 1, steps, **keys)
+    log, found, compute = run.worker.log, [], run.trainer.train_step
+    group = SimpleNamespace(name="dp", ranks=(0, 1))
+
+    def train_step() -> StepResult:
+        for _ in range(2):
+            log.start(group, "reduce_scatter", torch.zeros(4))
+            found.append(str(log.divergence()))
+        return compute()
+
+    run.trainer.train_step = train_step
+    return run, found
+
+
+def test_saves_in_flight_after_some_steps_are_no_divergence(tmp_path: Path) -> None:
+    """While a save is written, which takes steps 3 to 5, the ranks ask whether it has ended."""
+    run, found = communicating(tmp_path, 9, checkpoint=CheckpointConfig(every=3))
+    run.trainer.step_timer = Mock(range=Mock(return_value=Mock(__enter__=Mock(), __exit__=Mock())))
+    asks = Communicates(run.worker.log, "world", range(3, 6))
+    run.checkpoints.after_step.side_effect = lambda trainer, unwritten, by_time: asks.after_step(
+        StepResult(trainer.steps_done, 2.0, 1.0, 1e-3, 64), 0.0
+    )
+    run_steps(run, [Checkpointing(run)])
+    assert found == ["None"] * 18
+
+
+def test_a_rollback_is_no_divergence(tmp_path: Path) -> None:
+    run, found = communicating(tmp_path, 6)
+    restores = Communicates(run.worker.log, "dp", range(3, 4))
+    health = Mock(rollbacks=0)
+    health.after_step.side_effect = lambda result: restores.after_step(result, 0.0)
+    run_steps(run, [HealthCheck(run, health)])
+    assert found == ["None"] * 12
+
+
+def test_a_step_that_leaves_out_a_call_diverges_even_with_users_hooks_before_it(
+    tmp_path: Path,
+) -> None:
+    run, found = communicating(tmp_path, 6)
+    log, compute = run.worker.log, run.trainer.train_step
+    extra = Communicates(log, "tp", range(1, 5))
+
+    def train_step() -> StepResult:
+        extra.after_step(StepResult(run.trainer.steps_done + 1, 2.0, 1.0, 1e-3, 64), 0.0)
+        return compute()
+
+    class Users(StepHook):
+        def before_step(self, step: int) -> None:
+            log.boundary("hooks", repeats=False)
+            run.worker.phase = "hook Users, before step"
+
+    run.trainer.train_step = train_step
+    run_steps(run, [Users()])
+    assert found[:8] == ["None"] * 8
+    assert found[8] == "left out all_reduce of tp (float32[])"
+    assert run.worker.phase == "train step 6"

@@ -146,6 +146,35 @@ def test_a_dead_node_is_the_cause_of_closed_connections_and_of_ended_ranks() -> 
     assert dead.sentence() == "node3 has sent no beat for 31 s"
 
 
+GONE = "left out all_reduce of world (float64[]); RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [from_exit(LAYOUT, 2, -9), failure.of_node("node3", "has sent no beat for 31 s", 40.0)],
+    ids=["killed", "node"],
+)
+def test_a_rank_that_lost_a_peer_while_its_calls_differed_is_not_the_cause(
+    cause: RankFailure,
+) -> None:
+    """All ranks may call something else in a step; those that lost a peer before that do not."""
+    innocent = dataclasses.replace(error(0, GONE, 1.0), diverged=True)
+    other = error(1, "RuntimeError: Connection closed by peer", 1.0)
+    late = error(3, "in all_reduce 4 of dp (float32[2]): RuntimeError: Broken pipe", 2.0)
+    aborted = from_exit(LAYOUT, 3, -signal.SIGABRT)
+    for others in ((), (other,), (late, aborted)):
+        assert root_cause([innocent, *others, cause]) == cause
+
+
+def test_a_rank_that_diverged_is_the_cause_of_its_peers_errors() -> None:
+    odd = dataclasses.replace(error(0, GONE, 2.0), diverged=True)
+    size = "in all_reduce 4 of dp (float32[2]): RuntimeError: op.preamble.length <= op.nbytes"
+    assert root_cause([odd, error(1, size, 1.0)]) == odd
+    assert root_cause([odd, from_exit(LAYOUT, 1, -signal.SIGABRT)]) == odd
+    ended = from_exit(LAYOUT, 1, -failure.END_SIGNAL)
+    assert root_cause([odd, error(2, size, 1.0), ended]) == odd
+
+
 def test_an_error_before_a_nodes_death_is_its_cause() -> None:
     dead = failure.of_node("node3", "has sent no beat for 31 s", 40.0)
     boom, late = error(5, "ValueError: boom", 9.0), error(6, "ValueError: boom", 41.0)
