@@ -28,6 +28,16 @@ GONE_STATES = ("down", "drain", "drng", "fail", "maint", "inval")  # as sinfo ab
 # Ranks that are left so long after the first one has ended are killed: NCCL waits for dead peers.
 LAST_RANKS_S = 30
 
+# Options of sbatch for the ranks, which srun would take from the environment for any step. Some of
+# them do not fit a step of one task on one node, and srun refuses or is given fewer GPUs.
+FOR_RANKS = re.compile(
+    r"S(LURM|RUN)_(CPUS_PER_GPU|CPU_BIND|GPUS$|GPUS_PER_|GPU_BIND|GRES|MEM_|NTASKS|NPROCS|TRES_"
+    r"|DISTRIBUTION|HINT|EXACT|EXCLUSIVE)"
+)
+OF_ALL_NODES = ("SLURM_GPUS", "SLURM_NTASKS_PER_GPU")  # the latter excludes --ntasks-per-node
+# The command of a guard, which must outlive the signals that ask ranks to stop, even while it
+# starts.
+DEAF = 'trap "" USR1 USR2 TERM HUP INT; exec "$@"'
 # The command of each rank, after the folder of its log. A signal during its start would kill the
 # rank: it is blocked until the rank can handle it, or ignored if coreutils are older than 8.31.
 RANK = """
@@ -110,8 +120,9 @@ def of_ranks(
     """Returns the command line of the step of the ranks, on these nodes.
 
     On all nodes of a whole job it leaves their numbers to Slurm, so that any way to ask sbatch for
-    tasks works. `beside` lets it overlap the guards, and the step of the last start, of which a
-    lost node may hold a part.
+    tasks works. `beside` lets it overlap the step of the last start, of which a lost node may hold
+    a part; guards overlap everything anyway. With `--gpus` an overlapping step may be given fewer
+    GPUs than the job has.
     """
     words = ["srun", *(["--overlap"] if beside else [])]
     words += ["--kill-on-bad-exit=0", f"--wait={LAST_RANKS_S}"]
@@ -122,14 +133,47 @@ def of_ranks(
     return [*words, "bash", "-c", RANK, "rank", logs, *command]
 
 
-def on_node(node: str, *command: str) -> list[str]:
+def environment_on_some(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of ranks on some nodes of a job: without numbers of all of them."""
+    kept = {name: value for name, value in environ.items() if name not in OF_ALL_NODES}
+    gpus = gpus_of_each_node(environ)
+    if "SLURM_GPUS" in environ and gpus is not None:
+        kept.setdefault("SLURM_GPUS_PER_NODE", str(gpus))
+    return kept
+
+
+def on_node(environ: Mapping[str, str], node: str, *command: str) -> list[str]:
     """Returns the command line of a step of one task on one node, beside all others.
 
-    A step over several nodes is aborted on all of them if one is dead.
+    A step over several nodes is aborted on all of them if one is dead. It is to be started with
+    `environment_beside`. It sees the node's GPUs and takes no memory from the ranks.
     """
     alone = ("--overlap", "--no-kill", "--wait=0", "--kill-on-bad-exit=0")
-    here = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}")
-    return ["srun", *alone, *here, *command]
+    here = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}", "--mem=0"]
+    gpus = gpus_of_each_node(environ)
+    if gpus is not None:
+        here.append(f"--gpus-per-node={gpus}")
+    elif "SLURM_GPUS" in environ:  # all GPUs of the job, which no single node has
+        here.append("--gres=none")
+    return ["srun", *alone, *here, "bash", "-c", DEAF, "guard", *command]
+
+
+def environment_beside(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of steps beside the ranks, without what sbatch was asked for them."""
+    return {name: value for name, value in environ.items() if not FOR_RANKS.match(name)}
+
+
+def gpus_of_each_node(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of GPUs that the job has on each node; None if it is not known."""
+    here = environ.get("SLURM_GPUS_ON_NODE", "")
+    if not here.isdecimal():
+        return None
+    total, nodes = environ.get("SLURM_GPUS", "").rpartition(":")[2], environ.get("SLURM_NNODES", "")
+    if "SLURM_GPUS_PER_NODE" in environ or not total:
+        return int(here)
+    # `--gpus` alone may give nodes different numbers.
+    is_even = total.isdecimal() and nodes.isdecimal() and int(total) == int(here) * int(nodes)
+    return int(here) if is_even else None
 
 
 # Questions and orders to the controller

@@ -55,10 +55,14 @@ class Guards:
         ]
         self.steps: dict[str, subprocess.Popen[bytes]] = {}
         for node in self.nodes:
-            command = commands.on_node(node, *words, "--node", node, "--", *self_test)
+            command = commands.on_node(os.environ, node, *words, "--node", node, "--", *self_test)
             with open(logs / f"guard-{node}.log", "wb") as log:
                 self.steps[node] = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=commands.environment_beside(os.environ),
                 )
 
     def answers(

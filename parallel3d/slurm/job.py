@@ -8,7 +8,6 @@ as the job. tests/e2e/test_slurm_recovery.py shows on a real Slurm what becomes 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -212,6 +211,7 @@ class Batch:
         used: the nodes of the last start.
         lines: lines of `recovery.jsonl` for which the run has no folder yet.
         silent: nodes that are thought lost since the last end.
+        lingers: whether a part of an earlier step of the ranks may still hold nodes or GPUs.
     """
 
     allocation: Allocation
@@ -224,6 +224,7 @@ class Batch:
     used: tuple[str, ...] = ()
     lines: list[RecoveryLine] = field(default_factory=list)
     silent: frozenset[str] = frozenset()
+    lingers: bool = False
     times: Times = field(default_factory=Times)
     guards: Guards | None = None
 
@@ -332,7 +333,11 @@ class Batch:
     def _alive(self) -> dict[str, ProbeAnswer]:
         """Returns the nodes on which Slurm can start a task."""
         steps = {
-            node: subprocess.Popen(commands.on_node(node, "true"), stdin=subprocess.DEVNULL)
+            node: subprocess.Popen(
+                commands.on_node(os.environ, node, "true"),
+                stdin=subprocess.DEVNULL,
+                env=commands.environment_beside(os.environ),
+            )
             for node in self.allocation.nodes
         }
         end_steps(steps.values(), 15.0)
@@ -423,13 +428,17 @@ class Batch:
         logs, marker = self._logs(number), keys.run_dir / REQUEUE
         with suppress(OSError):
             marker.unlink()
-        environ = os.environ | {START_VARIABLE: str(number)}
+        is_whole = self.allocation.is_whole and decision.nodes == self.allocation.nodes
+        environ = dict(os.environ) if is_whole else commands.environment_on_some(os.environ)
+        environ[START_VARIABLE] = str(number)
         if self.guards is not None:
             environ[PROGRESS] = self.guards.folder
             self.guards.collector.watch(decision.nodes)
         command = [*train_command(os.environ), *keys.words, *decision.words]
+        # With heartbeat_s=0 nobody knows what is left on a node that was given up.
+        beside = self.lingers or not self.allocation.is_whole
         words = commands.of_ranks(
-            self.allocation, decision.nodes, str(logs), command, beside=self.guards is not None
+            self.allocation, decision.nodes, str(logs), command, beside=beside
         )
         self.used = decision.nodes
         step = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environ)
@@ -491,7 +500,9 @@ class Batch:
             step.wait(LOST_LEAVE_S if is_lost else LEAVE_S)
         by_itself = step.poll() is not None
         end_steps([step], 0.0)
-        return by_itself and step.returncode >= 0
+        by_itself = by_itself and step.returncode >= 0
+        self.lingers = self.lingers or is_lost or not by_itself
+        return by_itself
 
     def _end_guards(self, patience: float) -> None:
         if self.guards is not None:
@@ -625,9 +636,9 @@ def _self_test(environ: Mapping[str, str], run_dir: Path, *, warm: bool) -> list
     The run's folder, or where it will be made, must be on each node. With `warm`, the test also
     imports torch on nodes without GPUs, so that ranks that start on a spare find it in the cache.
     """
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    gpus = commands.gpus_of_each_node(environ)
     there = run_dir.absolute()
     folder = next(path for path in (there, *there.parents) if os.path.isdir(path))
     words = [sys.executable, "-m", "parallel3d.host.self_test", "--folder", str(folder)]
     words += ["--warm"] if warm else []
-    return [*words, "--gpus", gpus] if re.fullmatch("[0-9]{1,3}", gpus) else words
+    return words if gpus is None else [*words, "--gpus", str(gpus)]

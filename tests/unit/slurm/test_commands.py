@@ -15,6 +15,9 @@ from parallel3d.slurm.commands import (
     Allocation,
     call,
     can_avoid,
+    environment_beside,
+    environment_on_some,
+    gpus_of_each_node,
     of_ranks,
     on_node,
     places_of,
@@ -81,9 +84,51 @@ def test_a_whole_job_leaves_its_tasks_to_slurm() -> None:
 
 
 def test_a_node_has_a_step_of_its_own() -> None:
-    words = on_node("n2", "true")
+    words = on_node({}, "n2", "true")
     assert words[-1] == "true"
-    assert {"--overlap", "--nodelist=n2", "--nodes=1", "--ntasks=1"} <= set(words)
+    assert {"--overlap", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--mem=0"} <= set(words)
+
+
+def test_a_guard_outlives_signals_that_ask_ranks_to_stop_while_it_starts() -> None:
+    ask = "kill -USR1 $$; kill -USR2 $$; kill -TERM $$; echo alive"
+    command = on_node({}, "n2", "bash", "-c", ask)
+    words = command[command.index("bash") :]
+    assert subprocess.run(words, capture_output=True, text=True, check=False).stdout == "alive\n"
+
+
+GPUS = {**FOUR, "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"SLURM_GPUS_PER_NODE": "h100:8"},
+        {"SLURM_GPUS_PER_TASK": "1"},  # a step of one task would see one GPU
+        {"SLURM_GPUS": "h100:32"},  # no node has so many
+        {"SLURM_NTASKS_PER_GPU": "1", "SLURM_GPUS_PER_NODE": "8"},  # not with --ntasks-per-node
+        {"SLURM_MEM_PER_GPU": "1000", "SLURM_GPU_BIND": "single:1", "SLURM_CPUS_PER_GPU": "2"},
+    ],
+)
+def test_a_step_beside_the_ranks_sees_all_gpus_of_its_node(asked: dict[str, str]) -> None:
+    """Whatever sbatch was asked for the ranks: srun would take that for any step."""
+    environ = GPUS | asked
+    left = environment_beside(environ)
+    assert not asked.keys() & left.keys()
+    assert {"SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_JOB_NODELIST"} <= left.keys()
+    assert "--gpus-per-node=8" in on_node(environ, "n2", "true")
+
+
+def test_nodes_may_have_different_numbers_of_gpus() -> None:
+    environ = GPUS | {"SLURM_GPUS": "20"}
+    assert gpus_of_each_node(environ) is None
+    assert "--gres=none" in on_node(environ, "n2", "true")
+    assert gpus_of_each_node(FOUR) is None
+    assert not [word for word in on_node(FOUR, "n2", "true") if "gpu" in word or "gres" in word]
+
+
+def test_ranks_on_some_nodes_do_not_ask_for_the_gpus_of_all() -> None:
+    found = environment_on_some(GPUS | {"SLURM_GPUS": "32", "SLURM_NTASKS_PER_GPU": "1"})
+    assert found == GPUS | {"SLURM_GPUS_PER_NODE": "8"}
 
 
 @pytest.fixture
