@@ -105,7 +105,7 @@ class Collector:
         self._dead_spares: frozenset[str] = frozenset()
         self._patience: float | None = None
         self._number, self._refused = time.time_ns() // 1000, 0
-        self._has_news = self._is_closed = False
+        self._has_news = self._is_closed = self._is_urgent = False
         self._peers: dict[int, _Peer] = {}
         self._of_node: dict[str, _Peer] = {}
         self._closed: dict[str, float] = {}  # when the only connection of a node was closed
@@ -220,10 +220,11 @@ class Collector:
     # --- in the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last = time.monotonic()
+        last = judged = time.monotonic()
+        look = min(LOOK_S, self._limits.look)
         told: float | None = None  # the patience that all guards have been told
         while not self._is_closed:
-            events = self._selector.select(min(LOOK_S, self._limits.look))
+            events = self._selector.select(look)
             now = time.monotonic()
             with self._changed:
                 self._clock += min(now - last, LOOK_AWAKE_S)
@@ -234,7 +235,10 @@ class Collector:
                     told = self._patience
                     for peer in list(self._of_node.values()):
                         self._answer(peer, 0)
-                self._judge()
+                # The beats of many nodes come one by one: only a rank that is gone is urgent.
+                if self._is_urgent or now - judged >= look:
+                    self._is_urgent, judged = False, now
+                    self._judge()
         for peer in list(self._peers.values()):
             self._drop(peer)
         self._selector.close()
@@ -321,7 +325,8 @@ class Collector:
                 self._drop(older)
             peer.node, self._of_node[node] = node, peer
             self._closed.pop(node, None)
-        self._beats[node] = LastBeat.of(self._clock, ranks)
+        self._beats[node] = beat = LastBeat.of(self._clock, ranks)
+        self._is_urgent = self._is_urgent or bool(beat.gone)
         self._reports[node] = ranks
         if left is not None and self._left.get(node) != left:
             self._left[node] = left

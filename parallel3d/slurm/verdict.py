@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.faults.progress import STATES, State
 
@@ -61,8 +61,7 @@ class BeatLimits:
         return max(self.step_least, self.step_factor * median + self.step_more)
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """Holds what a guard says of a rank of its host.
 
     Attributes:
@@ -99,8 +98,10 @@ class RankReport:
     def unpacked(cls, values: list[Any]) -> RankReport:
         """Reads `packed`. Raises ValueError, TypeError or IndexError."""
         rank, letter, state, steps, age, median = values
+        if type(rank) is not int or type(letter) is not str or type(steps) is not int:
+            raise TypeError("not a rank's report")
         times = max(0.0, float(age)), max(0.0, float(median))
-        return cls(int(rank), str(letter)[:1], STATES[state], int(steps), *times)
+        return cls(rank, letter[:1], STATES[state], steps, *times)
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,12 @@ class LastBeat:
             return cls(heard)
         return cls(
             heard,
-            stepped=heard - min(rank.age for rank in ranks),
-            median=max(rank.median for rank in ranks),
-            steps=min(rank.steps for rank in ranks),
-            may_be_slow=any(rank.may_be_slow for rank in ranks),
-            is_done=all(rank.state == "done" for rank in ranks),
-            gone=tuple(rank.rank for rank in ranks if rank.is_gone),
+            stepped=heard - min([rank.age for rank in ranks]),
+            median=max([rank.median for rank in ranks]),
+            steps=min([rank.steps for rank in ranks]),
+            may_be_slow=any([rank.may_be_slow for rank in ranks]),
+            is_done={rank.state for rank in ranks} == {"done"},
+            gone=tuple([rank.rank for rank in ranks if rank.is_gone]),
         )
 
 
