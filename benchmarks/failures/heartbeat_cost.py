@@ -23,10 +23,12 @@ from parallel3d.faults.progress import SHARED_MEMORY, ProgressFile
 from parallel3d.slurm.collector import Collector
 from parallel3d.slurm.messages import message
 from parallel3d.slurm.verdict import RankReport
+from tests.pace import pace
 from tests.unit.slurm.hosts import START, started_guard
 
 SECRET = "a-secret"
 RANKS = 8
+MARGIN = 1.5  # of `pace`
 
 
 def of_collector(guards: int, rounds: int) -> None:
@@ -150,6 +152,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="time to watch a guard for")
     parser.add_argument("--pairs", type=int, default=500)
     given = parser.parse_args()
+    slow = pace(time.process_time) / MARGIN
+    print(f"this machine takes {slow:.1f} times the CPU time of an idle core")
     of_collector(given.guards, given.rounds)
     of_guard(given.seconds)
     of_step(given.pairs)
