@@ -56,7 +56,7 @@ def of_collector(guards: int, rounds: int) -> None:
 
 def _play(nodes: Sequence[str], port: int, rounds: int, tells: int) -> None:
     """Sends a beat of each guard in a round, and tells when all are acknowledged."""
-    ranks = [RankReport(rank, "S", "stepping", 1234, 0.321, 0.75).packed() for rank in range(RANKS)]
+    ranks = [RankReport(rank, "S", "stepping", 1234, 0.321, 0.75) for rank in range(RANKS)]
     peers = {node: socket.create_connection(("127.0.0.1", port)) for node in nodes}
     for number in range(1, rounds + 1):
         for node, peer in peers.items():

@@ -95,7 +95,7 @@ class Collector:
         self._changed = threading.Condition()
         self._clock = 0.0  # seconds for which this process was not stopped
         self._beats: dict[str, LastBeat] = {}
-        self._reports: dict[str, list[RankReport]] = {}
+        self._reports: dict[str, list[Any]] = {}  # as they came, in the order of `RankReport`
         self._numbers: dict[str, int] = {}  # sequence number of each node's last message
         self._answers: dict[str, NodeAnswer] = {}
         self._left: dict[str, tuple[int, ...]] = {}
@@ -142,7 +142,7 @@ class Collector:
     def reports(self) -> Mapping[str, Sequence[RankReport]]:
         """Returns what each node's guard last said of its ranks."""
         with self._changed:
-            return dict(self._reports)
+            return {node: [RankReport(*r) for r in ranks] for node, ranks in self._reports.items()}
 
     def wait_for_answers(self, seconds: float) -> dict[str, NodeAnswer]:
         """Returns the nodes' answers when all have come, or after `seconds`."""
@@ -312,7 +312,8 @@ class Collector:
         if number <= self._numbers.get(node, 0):
             raise Refusal("it is old")
         try:
-            ranks = [RankReport.unpacked(each) for each in payload["ranks"]]
+            ranks = payload["ranks"]
+            beat = LastBeat.of(self._clock, ranks)
             left = tuple(map(int, payload["left"])) if "left" in payload else None
             answer = payload.get("answer")
             if answer is not None:
@@ -325,7 +326,7 @@ class Collector:
                 self._drop(older)
             peer.node, self._of_node[node] = node, peer
             self._closed.pop(node, None)
-        self._beats[node] = beat = LastBeat.of(self._clock, ranks)
+        self._beats[node] = beat
         self._is_urgent = self._is_urgent or bool(beat.gone)
         self._reports[node] = ranks
         if left is not None and self._left.get(node) != left:

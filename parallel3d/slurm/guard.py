@@ -26,7 +26,7 @@ from parallel3d.comm.store import SECRET
 from parallel3d.faults.progress import START, Seen, make_folder, read
 from parallel3d.host.processes import born, kill, state_letter
 from parallel3d.slurm.messages import Lines, Refusal, message, opened
-from parallel3d.slurm.verdict import GONE_LETTERS, BeatLimits, RankReport
+from parallel3d.slurm.verdict import GONE_LETTERS, BeatLimits, LastBeat, RankReport
 
 LOOK_AWAKE_S = 1.0  # a longer gap between two looks means that the guard itself was stopped
 ANSWER_BYTES = 8192  # of the self-test's answer
@@ -418,7 +418,7 @@ class Guard:
         news = news or (self._left == [] and self._is_clean_at is None)
         if not link.is_up or not (news or self._clock - self._beat_at >= self.interval):
             return
-        beat: dict[str, Any] = {"node": self.node, "ranks": [r.packed() for r in reports]}
+        beat: dict[str, Any] = {"node": self.node, "ranks": reports}
         unread = self._answered_at is None or self._answered_at > self._acknowledged
         if test.answer is not None and unread:
             beat["answer"] = test.answer
@@ -443,8 +443,10 @@ class Guard:
         now, reports = time.monotonic(), []
         for rank, seen in sorted(self._ranks.items()):
             letter = state_letter(seen.pid, seen.born)
-            age = max(0.0, now - seen.since)
-            reports.append(RankReport(rank, letter, seen.state, seen.steps, age, seen.median))
+            age = round(max(0.0, now - seen.since), 3)
+            reports.append(
+                RankReport(rank, letter, seen.state, seen.steps, age, round(seen.median, 6))
+            )
         return reports
 
     def _obey(self, word: dict[str, Any]) -> None:
@@ -474,11 +476,10 @@ class Guard:
             return
         if self._end_at is not None:
             return
-        slow = any(report.may_be_slow for report in working)
-        still = min(report.age for report in working)
-        median = max(report.median for report in working)
-        is_quiet = quiet >= (limits.paused if slow else limits.silent)
-        if is_quiet and still >= limits.without_step(median):
+        found = LastBeat.of(0.0, working)
+        still = -(found.stepped or 0.0)
+        is_quiet = quiet >= (limits.paused if found.may_be_slow else limits.silent)
+        if is_quiet and still >= limits.without_step(found.median):
             say(
                 f"guard on {self.node}: no word from the collector for {quiet:.0f} s, and no "
                 f"step ended for {still:.0f} s: the ranks of this host are ended"

@@ -8,9 +8,10 @@ although it has not said that it would leave.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallel3d.faults.progress import STATES, State
 
@@ -80,29 +81,6 @@ class RankReport(NamedTuple):
     def is_away(self) -> bool:
         return self.letter in GONE_LETTERS
 
-    @property
-    def is_gone(self) -> bool:
-        """Returns whether the process is away although the rank was not done."""
-        return self.is_away and self.state != "done"
-
-    @property
-    def may_be_slow(self) -> bool:
-        """Returns whether no step is to be expected soon."""
-        return self.state == "paused" or (self.state != "done" and self.median == 0)
-
-    def packed(self) -> list[Any]:
-        times = round(self.age, 3), round(self.median, 6)
-        return [self.rank, self.letter, STATES.index(self.state), self.steps, *times]
-
-    @classmethod
-    def unpacked(cls, values: list[Any]) -> RankReport:
-        """Reads `packed`. Raises ValueError, TypeError or IndexError."""
-        rank, letter, state, steps, age, median = values
-        if type(rank) is not int or type(letter) is not str or type(steps) is not int:
-            raise TypeError("not a rank's report")
-        times = max(0.0, float(age)), max(0.0, float(median))
-        return cls(rank, letter[:1], STATES[state], steps, *times)
-
 
 @dataclass(frozen=True)
 class LastBeat:
@@ -127,17 +105,28 @@ class LastBeat:
     gone: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, heard: float, ranks: Collection[RankReport]) -> LastBeat:
+    def of(cls, heard: float, ranks: Sequence[RankReport]) -> LastBeat:
+        """Sums up what a guard says of its ranks, in one pass: a collector hears hundreds of them.
+
+        Values that are no report's raise ValueError or TypeError.
+        """
         if not ranks:
             return cls(heard)
+        youngest, median, done, may_be_slow, is_done = math.inf, 0.0, None, False, True
+        gone = []
+        for rank, letter, state, steps, age, pace in ranks:
+            youngest, median = min(youngest, age), max(median, pace)
+            done = steps if done is None else min(done, steps)
+            if state != "done":
+                is_done = False
+                if state not in STATES:
+                    raise ValueError(f"{state} is no state of a rank")
+                if pace == 0 or state == "paused":
+                    may_be_slow = True
+                if letter in GONE_LETTERS:
+                    gone.append(int(rank))
         return cls(
-            heard,
-            stepped=heard - min([rank.age for rank in ranks]),
-            median=max([rank.median for rank in ranks]),
-            steps=min([rank.steps for rank in ranks]),
-            may_be_slow=any([rank.may_be_slow for rank in ranks]),
-            is_done={rank.state for rank in ranks} == {"done"},
-            gone=tuple([rank.rank for rank in ranks if rank.is_gone]),
+            heard, heard - youngest, median, int(done or 0), may_be_slow, is_done, tuple(gone)
         )
 
 

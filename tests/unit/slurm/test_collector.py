@@ -61,8 +61,8 @@ def collector(said: list[str]) -> Iterator[Collector]:
     collector.close()
 
 
-def rank(letter: str = "S", state: int = 1) -> list[Any]:
-    return [0, letter, state, 3, 0.1, 0.5]
+def rank(letter: str = "S") -> list[Any]:
+    return [0, letter, "stepping", 3, 0.1, 0.5]
 
 
 def test_each_beat_is_acknowledged(collector: Collector) -> None:
@@ -99,7 +99,9 @@ def forged(node: Any = "a", **more: Any) -> bytes:
         (forged("c"), "c is not one of the nodes"),
         (forged(["a"]), "not one of the nodes"),
         (forged(ranks=[[1, 2]]), "not a message"),
-        (forged(ranks=[[0, "S", 7, 3, 0.1, 0.5]]), "not a message"),
+        (forged(ranks=[[0, "S", "asleep", 3, 0.1, 0.5]]), "not a message"),
+        (forged(ranks=[[0, "S", "paused", 3, "0.1", 0.5]]), "not a message"),
+        (forged(ranks=7), "not a message"),
         (forged(left="many"), "not a message"),
         (forged(answer={"why": ""}), "not a message"),
     ],
