@@ -22,7 +22,7 @@ from parallel3d.topology.cluster.slurm import (
 )
 
 ANSWER_S = 60.0  # limit of a question to the controller
-RELEASE_S = 20.0  # for which it is asked again to let nodes go
+RELEASE_S = 10.0  # for which it is asked again to let nodes go
 TIMED_OUT = 124  # as of timeout(1)
 GONE_STATES = ("down", "drain", "drng", "fail", "maint", "inval")  # as sinfo abbreviates them
 # Ranks that are left so long after the first one has ended are killed: NCCL waits for dead peers.
@@ -246,6 +246,17 @@ def release(job: str, kept: Sequence[str]) -> Said:
             if not said.code or "try again" not in said.err or time.monotonic() > deadline:
                 return said
             time.sleep(0.5)
+
+
+def can_change(job: str, name: str) -> bool:
+    """Returns whether Slurm changes the job, by giving it the name that it has."""
+    words = ("scontrol", "update", f"JobId={job}", f"JobName={name}")
+    deadline = time.monotonic() + RELEASE_S
+    while (said := call(*words, limit_s=30)).code:
+        if "try again" not in said.err or time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def requeue(job: str) -> Said:

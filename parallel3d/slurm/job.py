@@ -61,6 +61,7 @@ from parallel3d.topology.placed_ranks import rank_of_launch
 
 ASKING = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
+MISSED_S = 3600.0  # longer than any SlurmdTimeout
 TERMINATED_S = 20.0  # after a requeue, until Slurm ends this process
 LOST_LEAVE_S = 0.5
 POLL_S = 1.0  # between looks whether the ranks have made the run's folder
@@ -212,6 +213,8 @@ class Batch:
         lines: lines of `recovery.jsonl` for which the run has no folder yet.
         silent: nodes that are thought lost since the last end.
         lingers: whether a part of an earlier step of the ranks may still hold nodes or GPUs.
+        lost: nodes that did not answer before a requeue.
+        stranded: those of them that the job could not give up.
     """
 
     allocation: Allocation
@@ -225,6 +228,8 @@ class Batch:
     lines: list[RecoveryLine] = field(default_factory=list)
     silent: frozenset[str] = frozenset()
     lingers: bool = False
+    lost: tuple[str, ...] = ()
+    stranded: tuple[str, ...] = ()
     times: Times = field(default_factory=Times)
     guards: Guards | None = None
 
@@ -277,6 +282,11 @@ class Batch:
             # Slurm will end the job when it misses the node; a requeue asks for others.
             inputs = replace(inputs, limits=self._limits())
             decision = decide(inputs)
+        if decision.action == "requeue" and inputs.answers is not None:
+            members = (node for node in self.allocation.nodes if node != self.allocation.host)
+            self.lost = tuple(node for node in members if node not in inputs.answers)
+            if self.lost and not (self.may_release and self._release(self.lost)):
+                self.stranded = self.lost
         return self._taken(inputs, decision)
 
     def _inputs(self, ended: StartEnd | None) -> Inputs:
@@ -596,6 +606,11 @@ class Batch:
         self.state.requeued_for = tuple(dict.fromkeys((*self.state.requeued_for, *avoided)))
         self._write_state()
         print_line(f"run={run}: {sentence}")
+        if self.stranded:
+            self._wait_for_slurm()
+            return code
+        if self.lost and not commands.can_change(job, self.allocation.name):
+            self._wait_until_down()
         if avoided and not commands.can_avoid(job, avoided, self.state.nodes):
             print_line(
                 f"Slurm has too few other nodes for this job to leave out {', '.join(avoided)}; "
@@ -609,6 +624,31 @@ class Batch:
         elif avoided:
             self._exclude(avoided)
         return code
+
+    def _wait_until_down(self) -> None:
+        """Waits until Slurm has missed the lost nodes, which it would give this job again.
+
+        Without accounting, Slurm changes a job no more that has given up a node, so that it cannot
+        be told to leave out others.
+        """
+        print_line(f"the job waits until Slurm misses {', '.join(self.lost)}, to get other nodes")
+        deadline = time.monotonic() + MISSED_S
+        while self.signals.asked is None and time.monotonic() < deadline:
+            states = commands.states_of(self.lost)
+            if all("DOWN" in states.get(node, "DOWN") for node in self.lost):
+                return
+            time.sleep(2.0)
+
+    def _wait_for_slurm(self) -> None:
+        """Waits until Slurm misses the lost nodes, ends this job and queues it again.
+
+        If scontrol queues a job again that holds a dead node, Slurm never starts it: it finds
+        BadConstraints once the node is down (tests/e2e/test_slurm_nodes.py).
+        """
+        print_line(f"Slurm queues the job again when it misses {', '.join(self.stranded)}")
+        deadline = time.monotonic() + MISSED_S
+        while not self.signals.terminated and time.monotonic() < deadline:
+            time.sleep(0.2)
 
     def _exclude(self, avoided: Sequence[str]) -> None:
         """Keeps nodes out of the next start, while Slurm ends this one.
