@@ -72,6 +72,7 @@ class _Peer:
     node: str | None = None
     lines: Lines = field(default_factory=Lines)
     out: bytes = b""
+    is_behind: bool = False  # whether it has not taken all of `out` yet
 
 
 class Collector:
@@ -348,19 +349,18 @@ class Collector:
     def _flush(self, peer: _Peer) -> None:
         if peer.socket.fileno() < 0:
             return
-        with contextlib.suppress(BlockingIOError):
-            try:
-                peer.out = peer.out[peer.socket.send(peer.out) :]
-            except BlockingIOError:
-                raise
-            except OSError:
-                self._drop(peer)
-                return
-        if len(peer.out) > UNREAD_BYTES:
+        try:
+            peer.out = peer.out[peer.socket.send(peer.out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
             self._drop(peer)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
-        if self._selector.get_key(peer.socket).events != wanted:
+        if len(peer.out) > UNREAD_BYTES:
+            self._drop(peer)
+        elif peer.is_behind != bool(peer.out):
+            peer.is_behind = bool(peer.out)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.is_behind else 0)
             self._selector.modify(peer.socket, wanted, peer)
 
     def _drop(self, peer: _Peer) -> None:
