@@ -241,8 +241,10 @@ def _plain(value: Any) -> Any:
 
 STRIKES = 2  # this many exclude a node if there is a spare
 DAY_S = 86_400.0
-# Words in the state of a node that Slurm no longer uses, as in "DOWN*" or "MIXED+DRAIN".
-LOST_STATE = re.compile(r"DOWN|DRAIN|DRNG|FAIL")
+# Words in the state of a node that Slurm no longer uses, as in "DOWN*" or "MIXED+DRAIN". One that
+# will be powered down after its jobs, as in "MIXED+CLOUD+POWER_DOWN", is in use.
+LOST_STATE = re.compile(r"\b(DOWN|DRAIN(ED|ING)?|DRNG|FAIL(ING)?)\b")
+DOWN = re.compile(r"\bDOWN\b")
 ASKING_CODES = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
 PLURAL = {"does": "do", "is": "are", "was": "were"}
 SHOWN = 3  # nodes that a sentence names
@@ -414,6 +416,8 @@ def _with_nodes(inputs: Inputs, standing: _Standing) -> Decision:
     out = [node for node in standing.out if node in standing.lost or node not in stays]
     if len(out) * 2 > standing.sound:
         number = f"{len(out)} of {count(standing.sound, 'node')}"
+        if ended is None and inputs.answers is not None:
+            return _unasked(inputs, number)
         said = _join(*seen, f"{number} would be left out at once: it is not the nodes")
         return _end(inputs, "stop", code, said)
     if standing.recurs:
@@ -433,6 +437,18 @@ def _with_nodes(inputs: Inputs, standing: _Standing) -> Decision:
         if ended is not None or _new_to_slurm(inputs, standing):
             return _requeue(inputs, standing.new, _join(*seen, kept), code, standing.excluded())
     return run
+
+
+def _unasked(inputs: Inputs, number: str) -> Decision:
+    """Decides as if nobody had asked the nodes, of which most do not answer or fail their test.
+
+    Nothing has failed yet. A disk from which all nodes read may be slow, or the question wrong, and
+    a job that has waited in the queue must not end by that.
+    """
+    inputs = dataclasses.replace(inputs, answers=None)
+    found = _with_nodes(inputs, _Standing.of(inputs))
+    said = f"{number} do not answer or fail their self-test, and nothing has failed yet"
+    return dataclasses.replace(found, sentence=_join(said, found.sentence))
 
 
 def _too_few(inputs: Inputs, standing: _Standing, seen: list[str], code: int) -> Decision:
@@ -501,7 +517,7 @@ def _silent(inputs: Inputs) -> tuple[str, ...]:
         node
         for node in inputs.nodes
         if node != inputs.batch_host
-        and (node not in answers or "DOWN" in inputs.states.get(node, "").upper())
+        and (node not in answers or DOWN.search(inputs.states.get(node, "").upper()))
     )
 
 

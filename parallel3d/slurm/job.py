@@ -22,6 +22,7 @@ from types import FrameType
 from parallel3d.comm.store import SECRET
 from parallel3d.errors import UserError, print_line
 from parallel3d.faults.progress import PROGRESS
+from parallel3d.host.processes import drop_failed_output
 from parallel3d.metrics import recovery_log
 from parallel3d.metrics.recovery_log import RecoveryLine
 from parallel3d.metrics.starts import STARTS, starts_of
@@ -65,7 +66,8 @@ MISSED_S = 3600.0  # longer than any SlurmdTimeout
 TERMINATED_S = 20.0  # after a requeue, until Slurm ends this process
 LOST_LEAVE_S = 0.5
 POLL_S = 1.0  # between looks whether the ranks have made the run's folder
-SAID = 8  # lines of other ranks that are repeated
+SAID = 8  # lines of other ranks that are repeated …
+END_BYTES = 1 << 16  # … from so much of the end of each log
 TRAIN = "PARALLEL3D_TRAIN"  # a command that is run in place of `parallel3d train`
 
 
@@ -129,6 +131,7 @@ def run(words: Sequence[str], signals: Signals) -> int:
 
     Raises UserError, and SystemExit after the train command has said why it cannot work.
     """
+    drop_failed_output()  # a full disk under the job's output ends no job
     allocation = Allocation.of(os.environ)
     _set_environment()
     keys = asked(train_command(os.environ), words, allocation.name, allocation.job)
@@ -141,9 +144,11 @@ def run(words: Sequence[str], signals: Signals) -> int:
         return 1
     state = JobState.read(folder)
     if not state.nodes:  # of a first start
+        state.steps_begun = len(starts_of(keys.run_dir / STARTS))
+    # Without spares a job gives up no node; `sbatch --nodes=4-8` may get another number each time.
+    if not state.nodes or not keys.spares:
         tasks = set(allocation.tasks.values())
         state.nodes, state.tasks = len(allocation.nodes), tasks.pop() if len(tasks) == 1 else 0
-        state.steps_begun = len(starts_of(keys.run_dir / STARTS))
     elif len(allocation.nodes) < state.nodes and state.tasks:
         # Slurm counts the tasks of the nodes that the job had before, if it has given up some.
         tasks_of = dict.fromkeys(allocation.nodes, state.tasks)
@@ -395,9 +400,15 @@ class Batch:
         self.times = Times()
         self._write_files()
         is_smooth = decision.how == "first" and not decision.history and not decision.release
-        if decision.action == "stop" or (decision.action == "run" and not is_smooth):
+        answers = inputs.answers
+        is_answered = answers is None or set(decision.nodes) <= answers.keys()
+        if decision.action == "stop" or (
+            decision.action == "run" and not (is_smooth and is_answered)
+        ):
             print_line(f"run={self.keys.run}: {decision.sentence}")
         if decision.action == "run":
+            if not is_answered:  # most nodes have no guard, and a late one must not judge
+                self._end_guards(0.0)
             state.starts += 1
             with suppress(OSError):
                 keep_failures(self.keys.run_dir)
@@ -427,7 +438,12 @@ class Batch:
 
     def _logs(self, start: int) -> Path:
         logs = self.folder / str(start)
-        logs.mkdir(exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{logs} cannot be made ({error.strerror}), so ranks cannot write their logs"
+            ) from None
         return logs
 
     # A start
@@ -440,7 +456,8 @@ class Batch:
             marker.unlink()
         is_whole = self.allocation.is_whole and decision.nodes == self.allocation.nodes
         environ = dict(os.environ) if is_whole else commands.environment_on_some(os.environ)
-        environ[START_VARIABLE] = str(number)
+        # A guard that comes up late, after nobody has waited for it, must not find these ranks.
+        environ[START_VARIABLE] = f"{number}" if self.guards else f"{number} without guards"
         if self.guards is not None:
             environ[PROGRESS] = self.guards.folder
             self.guards.collector.watch(decision.nodes)
@@ -460,7 +477,8 @@ class Batch:
         by_itself = self._end(step, verdict)
         self.times.over = time.time()
         self.signals.step = None
-        self._repeat_others(logs)
+        if verdict is not None or step.returncode:
+            self._repeat_others(logs)
         return self._ended(step.returncode if by_itself else 1, by_itself, verdict, marker)
 
     def _watch(self, step: subprocess.Popen[bytes]) -> Verdict | None:
@@ -522,13 +540,15 @@ class Batch:
 
     def _repeat_others(self, logs: Path) -> None:
         """Prints what ranks other than the first have said."""
-        said: list[str] = []
+        left = SAID
         for path in sorted(logs.glob("rank-*.log")):
             with suppress(OSError):
-                lines = path.read_text("utf-8", "replace").splitlines()
-                said += [line for line in lines if line.startswith("parallel3d: ")]
-        for line in said[:SAID]:
-            print_line(line.removeprefix("parallel3d: "))
+                for line in _end_of(path).splitlines():
+                    if line.startswith("parallel3d: ") and left:
+                        print_line(line.removeprefix("parallel3d: "))
+                        left -= 1
+            if not left:
+                return
 
     def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> StartEnd:
         cause = None
@@ -668,6 +688,13 @@ class Batch:
                 f"Slurm does not leave out {', '.join(avoided)} ({said.reason}); the next start "
                 "does not use it unless it must"
             )
+
+
+def _end_of(log: Path) -> str:
+    """Returns the end of a log, which may be very long. Raises OSError."""
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+        return file.read().decode("utf-8", "replace")
 
 
 def _self_test(environ: Mapping[str, str], run_dir: Path, *, warm: bool) -> list[str]:

@@ -33,6 +33,7 @@ TOOLS = {
     "srun": """
         [[ $1 == --overlap ]] && exit
         printf '%s|' "$PARALLEL3D_SECRET" "${@:6}" >>srun.calls; echo >>srun.calls
+        echo "$PARALLEL3D_START" >>start.calls
         [[ ${MARKER:-} ]] && mkdir -p "${MARKER%/*}" && touch "$MARKER"
         exit 0""",
     "scontrol": 'echo "$*" >>scontrol.calls',
@@ -97,6 +98,38 @@ def test_a_job_ends_with_its_ranks_and_its_logs_are_private(shell: Shell, tools:
     assert words_of_ranks(shell) == words
     assert (shell.cwd / "logs" / "5").stat().st_mode & 0o777 == 0o700
     assert state(shell) == {"starts": 1, "in_row": 1, "newest": ""}
+
+
+def test_a_job_whose_nodes_do_not_answer_at_first_starts_without_guards(
+    shell: Shell, tools: Path
+) -> None:
+    two = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURMD_NODENAME": "n1"}
+    ended = job(shell, tools, TRAIN, "run=r", **two)
+    assert ended.code == 0, ended.err
+    assert "2 of 2 nodes do not answer or fail their self-test" in ended.err
+    assert words_of_ranks(shell) == ["parallel3d", "train", "run=r"]
+    # A guard ends all processes of its start, so a late one must not take the ranks for its own.
+    assert calls(shell, "start") == ["1 without guards"]
+
+
+def test_a_job_may_get_another_number_of_nodes_each_time(shell: Shell, tools: Path) -> None:
+    """As with `sbatch --nodes=1-2`, after a requeue."""
+    two = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURMD_NODENAME": "n1"}
+    for nodes in ({}, two, {}):
+        ended = job(shell, tools, TRAIN, "run=r", **nodes)
+        assert ended.code == 0, ended.err
+    assert state(shell)["starts"] == 3
+
+
+def test_only_failures_of_other_ranks_are_repeated_from_the_end_of_their_logs(
+    shell: Shell, tools: Path
+) -> None:
+    log = "logs/5/1/rank-1.log"
+    said = f"seq 200000 >{log}; echo 'parallel3d: X failed' >>{log}"
+    (tools / "srun").write_text(f"#!/bin/bash\n{said}\nexit $CODE")
+    assert "X failed" not in job(shell, tools, TRAIN, "run=r", CODE="0").err
+    shell.run("rm", "-r", "logs")
+    assert job(shell, tools, TRAIN, "run=r", CODE="2").err.count("X failed") == 1
 
 
 def test_a_script_of_the_users_own_is_run_in_place_of_the_command(

@@ -427,6 +427,13 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     # The evidence
     members = [*nodes, *(name for name in used if name not in nodes)]
     outs = {name for name in members if ledger.is_out(name, now, days)}
+    if "nothing has failed yet" in decision.sentence:
+        assert ended is None
+        new = [name for name in members if name not in outs and name in truth.lost]
+        assert len(new) * 2 > len(members) - len(outs), "bad nodes are used although few are"
+        by_state = {name for name in nodes if inputs.states.get(name) in BAD_STATES}
+        down = {name for name in by_state if "DOWN" in inputs.states[name]}
+        truth = replace(truth, lost=frozenset(by_state), silent=frozenset(down))
     struck = {name for name in truth.struck if name not in truth.lost and name in nodes}
     if truth.by_loss and truth.lost & set(used):
         struck = set()
@@ -522,7 +529,7 @@ def _ends(inputs: Inputs, ended: StartEnd, decision: Decision) -> bool:
         assert (decision.action, decision.code) == ("requeue", 0)
     elif ended.code == 0:
         assert (decision.action, decision.code) == ("done", 0)
-    elif ended.code == 2 and ended.first:
+    elif ended.code == 2 and (ended.first or (ended.cause and ended.cause.kind == "user")):
         assert (decision.action, decision.code) == ("stop", 2)
     elif ended.asked or ended.code in (138, 140):
         assert (decision.action, decision.code) == ("requeue", ended.code)

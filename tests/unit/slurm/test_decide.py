@@ -227,6 +227,12 @@ def test_a_node_that_slurm_no_longer_uses_is_replaced(state: str) -> None:
     assert f"node2 is {state.upper()} in Slurm" in found.sentence
 
 
+@pytest.mark.parametrize("state", ("MIXED+CLOUD+POWER_DOWN", "ALLOCATED+POWERING_UP"))
+def test_a_node_that_will_be_powered_down_after_the_job_is_in_use(state: str) -> None:
+    found = decide(after(BOOM, states={"node2": state}))
+    assert (found.how, found.release) == ("same", ())
+
+
 def test_a_node_that_slurm_took_away_is_replaced() -> None:
     nodes = tuple(node for node in NODES if node != "node3")
     found = decide(after(None, nodes=nodes, answers=without("node3")))
@@ -322,6 +328,19 @@ def test_many_lost_nodes_at_once_stop_the_run_and_are_not_kept() -> None:
     known: History = {"node5": OUT, "node6": OUT}
     half = after(SILENT, answers=without("node3", "node4", "node5", "node6"), history=known)
     assert decide(half).action == "requeue", "two of the other four"
+
+
+def test_a_job_whose_nodes_hardly_answer_at_first_starts_anyway() -> None:
+    """A slow disk must not end a job that has waited in the queue; nothing has failed yet."""
+    found = decide(before(answers=without(*NODES[2:])))
+    assert (found.how, found.nodes, found.history, found.release) == ("first", USED, {}, ())
+    assert found.sentence == (
+        "4 of 6 nodes do not answer or fail their self-test, and nothing has failed yet; "
+        "starting on 4 nodes"
+    )
+    failed = dict.fromkeys(NODES, ProbeAnswer(False, "1 GPU of 8 can be used"))
+    assert decide(before(answers=failed)).how == "first"
+    assert decide(before(answers=without(*NODES[2:]), starts_in_row=4)).action == "stop"
 
 
 # Too few nodes

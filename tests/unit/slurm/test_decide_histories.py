@@ -121,6 +121,9 @@ def test_any_inputs_have_a_decision_that_uses_no_bad_node() -> None:
             assert inputs.answers is not None
             for name in decision.nodes:
                 assert name in inputs.nodes
-                assert inputs.answers[name].ok
+                if "nothing has failed yet" in decision.sentence:
+                    assert inputs.ended is None
+                else:
+                    assert inputs.answers[name].ok
                 assert inputs.states.get(name) not in BAD_STATES
     assert min(found[name] for name in ("first", "replace", "smaller", "requeue", "stop")) > 25
