@@ -236,3 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content: dict[str, Any] = {"seed": given.seed, "trials": [asdict(each) for each in trials]}
         given.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0 if all(trial.is_good for trial in trials) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
