@@ -283,12 +283,10 @@ def check_config(
     tp = config.tp
     cp = config.cp
     pp = config.pp
-    vpp = config.vpp
     model = config.model
-    schedule = config.schedule
     train = config.train
     optim = config.optim
-    tensor, batch = config.tensor_parallel, config.global_batch_size
+    tensor = config.tensor_parallel
     is_own = isinstance(model, OwnModelConfig)
     if is_own:
         check_own_model(config.recompute, lambda name: attrgetter(name)(config))
@@ -304,20 +302,7 @@ def check_config(
     if not is_own:
         check_layer_types(model)
         check_kernels(model, config.attention_kernel, config.delta_kernel)
-    check_expert_parallel(model.num_experts, config.ep, tp * cp * dp)
-    replica = Replicas(config.micro_batch_size, dp)
-    check_no_count(schedule.num_microbatches, replica)
-    check_batch(batch, replica)
-    layers = LayerCounts(
-        num_layers=model.num_layers,
-        layers_per_stage=schedule.layers_per_stage,
-        recompute_layers=config.recompute_layers,
-        offload_layers=config.offload_layers,
-    )
-    check_schedule(schedule, layers, pp=pp, vpp=vpp, count=batch // replica.multiple)
-    if train.batch_schedule is not None:
-        check_batch_schedule(train.batch_schedule, batch, replica)
-        check_schedule_of_batches(train.batch_schedule, schedule.name, pp, vpp, replica)
+    check_replicas(config, dp)
     style = config.context_parallel.style
     states = config.context_parallel.states
     check_context_parallel(model, style, tensor.attention, tp=tp, cp=cp, states=states)
@@ -329,13 +314,33 @@ def check_config(
     check_learning_rate(optim, steps)
     check_treatment(optim, model)
     check_precision(config.precision)
-    check_data_parallel(config.ddp, dp=dp, cp=cp)
     is_known = world_size is not None or config.dp is not None
     check_profile(config.profile, steps, config.replica_size * dp if is_known else None)
     check_run_name(config.run, config.runs_dir)
     check_groups(config.launch, config.cluster)
     values = {"dp": dp, "recompute": spelled(config.recompute)}
     return with_values(with_derived_keys(config), values)
+
+
+def check_replicas(config: Config, dp: int) -> None:
+    """Raises UserError unless experts, batches and their schedule can be divided over `dp`."""
+    pp, vpp, batch, schedule = config.pp, config.vpp, config.global_batch_size, config.schedule
+    check_expert_parallel(config.model.num_experts, config.ep, config.tp * config.cp * dp)
+    replica = Replicas(config.micro_batch_size, dp)
+    check_no_count(schedule.num_microbatches, replica)
+    check_batch(batch, replica)
+    layers = LayerCounts(
+        num_layers=config.model.num_layers,
+        layers_per_stage=schedule.layers_per_stage,
+        recompute_layers=config.recompute_layers,
+        offload_layers=config.offload_layers,
+    )
+    check_schedule(schedule, layers, pp=pp, vpp=vpp, count=batch // replica.multiple)
+    sizes = config.train.batch_schedule
+    if sizes is not None:
+        check_batch_schedule(sizes, batch, replica)
+        check_schedule_of_batches(sizes, schedule.name, pp, vpp, replica)
+    check_data_parallel(config.ddp, dp=dp, cp=config.cp)
 
 
 def with_derived_keys(config: AnyConfig) -> AnyConfig:

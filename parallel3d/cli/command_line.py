@@ -80,7 +80,7 @@ from parallel3d.metrics.checks import check_loggers
 from parallel3d.metrics.keys import LoggerConfig
 from parallel3d.optim.checks import check_own
 from parallel3d.run.agreement import CAN_RESUME, tell_rank_0
-from parallel3d.run.checks import check_spares
+from parallel3d.run.checks import check_batch_process
 from parallel3d.run.directory import (
     check_run,
     config_there,
@@ -379,7 +379,7 @@ def _run_ranks(
     Logs `lines` before the ranks start. Returns the exit code. Raises UserError.
     """
     if command.name == TRAIN:
-        check_spares(config.launch.spares, os.environ)
+        check_batch_process(config.launch.spares, config.recovery.shrink, os.environ)
     if command.needs_data:
         check_filled(config, typed, own)
         check_takes_text(config)

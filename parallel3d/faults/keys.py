@@ -57,6 +57,12 @@ class RecoveryConfig:
         "days for which the run avoids a node of a Slurm job that has failed in it",
         minimum=0,
     )
+    shrink: bool = key(
+        False,
+        "a Slurm job of slurm/train.sbatch that has lost nodes and has no spare left goes on with "
+        "a smaller dp, until it is queued again for another reason",
+        once=True,
+    )
     spike_factor: float = key(
         3.0,
         "report a loss above this multiple of the median of the last 50 steps; 0: never",

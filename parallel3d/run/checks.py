@@ -1,4 +1,4 @@
-"""Checks the name of a run, and its spare nodes."""
+"""Checks the name of a run, and keys that need a batch process."""
 
 from __future__ import annotations
 
@@ -37,11 +37,19 @@ def check_run_name(run: str | None, runs_dir: str) -> None:
         )
 
 
-def check_spares(spares: int, environ: Mapping[str, str]) -> None:
-    """Raises UserError for spare nodes that nobody keeps, as no batch process started the ranks."""
-    if spares and not environ.get(START_VARIABLE):
+def check_batch_process(spares: int, shrink: bool, environ: Mapping[str, str]) -> None:
+    """Raises UserError for keys that need a batch process if none has started the ranks."""
+    if environ.get(START_VARIABLE):
+        return
+    if spares:
         raise UserError(
             f"launch.spares={spares} is for jobs of slurm/train.sbatch, which keeps nodes idle and "
             "starts the ranks on others if a node fails: submit it by sbatch; the nearest without "
             "it is launch.spares=0"
+        )
+    if shrink:
+        raise UserError(
+            "recovery.shrink=true is for jobs of slurm/train.sbatch, which starts the ranks on "
+            "fewer nodes if one fails: submit it by sbatch; the nearest without it is "
+            "recovery.shrink=false"
         )

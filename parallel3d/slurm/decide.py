@@ -640,9 +640,13 @@ def _seen(inputs: Inputs, standing: _Standing) -> list[str]:
 def _next_start(inputs: Inputs, chosen: tuple[str, ...], layout: SmallerLayout, how: How) -> str:
     number = count(len(chosen), "node")
     if how == "same":
-        return "starting again" if len(chosen) == 1 else f"starting again on the same {number}"
+        again = "starting again" if len(chosen) == 1 else f"starting again on the same {number}"
+        return f"{again} with {' '.join(layout.words)}" if layout.words else again
     if how == "smaller":
-        return f"starting on {number} with {' '.join(layout.words)}"
+        return (
+            f"starting on {number} with {' '.join(layout.words)} until the job is queued again, "
+            "with the same samples, and losses that are equal to rounding"
+        )
     if how == "first":
         return f"starting on {number}"
     came = [node for node in chosen if node not in inputs.used]

@@ -39,6 +39,7 @@ from parallel3d.slurm.decide import (
     Inputs,
     Limits,
     ProbeAnswer,
+    SmallerLayout,
     StartEnd,
     decide,
     line_of,
@@ -55,6 +56,7 @@ from parallel3d.slurm.guards import (
     end_steps,
 )
 from parallel3d.slurm.job_state import JobState, private_folder
+from parallel3d.slurm.smaller import check_shrink, config_of_run, smaller_layouts
 from parallel3d.slurm.train_keys import TrainKeys, asked
 from parallel3d.slurm.verdict import Verdict
 from parallel3d.text import count
@@ -145,15 +147,18 @@ def run(words: Sequence[str], signals: Signals) -> int:
     state = JobState.read(folder)
     if not state.nodes:  # of a first start
         state.steps_begun = len(starts_of(keys.run_dir / STARTS))
-    # Without spares a job gives up no node; `sbatch --nodes=4-8` may get another number each time.
-    if not state.nodes or not keys.spares:
+    may_give_up = bool(keys.spares) or keys.config is not None
+    # Without them a job gives up no node; `sbatch --nodes=4-8` may get another number each time.
+    if not state.nodes or not may_give_up:
         tasks = set(allocation.tasks.values())
         state.nodes, state.tasks = len(allocation.nodes), tasks.pop() if len(tasks) == 1 else 0
-    elif len(allocation.nodes) < state.nodes and state.tasks:
+    elif state.tasks and (len(allocation.nodes) < state.nodes or keys.config is not None):
         # Slurm counts the tasks of the nodes that the job had before, if it has given up some.
         tasks_of = dict.fromkeys(allocation.nodes, state.tasks)
         allocation = replace(allocation, tasks=tasks_of, is_whole=False)
     needed = _needed(keys, allocation, state)
+    if keys.config is not None and not state.starts:
+        check_shrink(keys.config, keys.run_dir, needed, state.tasks)
     return Batch(allocation, keys, needed, state, folder, signals).run()
 
 
@@ -241,7 +246,8 @@ class Batch:
     def run(self) -> int:
         ended: StartEnd | None = None
         while True:
-            if self.signals.asked is not None:
+            # One that came while ranks were running is in `ended`, with what became of it.
+            if self.signals.asked is not None and (ended is None or ended.asked is None):
                 asked = f"{self.signals.asked} came while no rank was running"
                 return self._requeue(f"{asked}; the job is queued again", 1)
             decision = self._next(ended)
@@ -320,7 +326,17 @@ class Batch:
             spares=self.keys.spares,
             exclude_days=self.keys.exclude_days,
             may_release=self.may_release,
+            smaller=self._smaller(),
         )
+
+    def _smaller(self) -> tuple[SmallerLayout, ...]:
+        """Returns the layouts for fewer nodes that `recovery.shrink` allows."""
+        keys, tasks, begun = self.keys, self.state.tasks, self.state.starts > 0
+        if keys.config is None or not tasks:
+            return ()
+        given = keys.config
+        config = within(DISK_S, lambda: config_of_run(given, keys.run_dir, started=begun), None)
+        return () if config is None else smaller_layouts(config, self.needed, tasks)
 
     def _answers(self, ended: StartEnd | None) -> Mapping[str, ProbeAnswer] | None:
         """Starts the guards of the next start, and returns their nodes' answers.
@@ -461,7 +477,8 @@ class Batch:
         if self.guards is not None:
             environ[PROGRESS] = self.guards.folder
             self.guards.collector.watch(decision.nodes)
-        command = [*train_command(os.environ), *keys.words, *decision.words]
+        own = [word for word in keys.words if not _sets_key_of(word, decision.words)]
+        command = [*train_command(os.environ), *own, *decision.words]
         # With heartbeat_s=0 nobody knows what is left on a node that was given up.
         beside = self.lingers or not self.allocation.is_whole
         words = commands.of_ranks(
@@ -695,6 +712,11 @@ def _end_of(log: Path) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
         return file.read().decode("utf-8", "replace")
+
+
+def _sets_key_of(word: str, others: Sequence[str]) -> bool:
+    """Returns whether an override gives a key that others give, too."""
+    return word.lstrip("+").partition("=")[0] in {each.partition("=")[0] for each in others}
 
 
 def _self_test(environ: Mapping[str, str], run_dir: Path, *, warm: bool) -> list[str]:

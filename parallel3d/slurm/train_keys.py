@@ -12,7 +12,10 @@ from typing import Any
 import yaml
 
 from parallel3d.blueprint.layout import Layout
+from parallel3d.config.fields import check_fields
 from parallel3d.errors import USER_ERROR, UserError
+from parallel3d.run.directory import NO_CONFIG, typed_config
+from parallel3d.run_config import Config
 
 NAME_LENGTH = 100
 
@@ -24,6 +27,7 @@ class TrainKeys:
     Attributes:
         words: the overrides, with the name of the run.
         sizes: tp, pp, cp and dp; dp is 0 if the number of ranks decides.
+        config: the configuration by these words alone, for `recovery.shrink`; None without that.
     """
 
     words: tuple[str, ...]
@@ -34,6 +38,7 @@ class TrainKeys:
     exclude_days: float
     heartbeat_s: float
     spares: int
+    config: Config | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -87,12 +92,22 @@ def asked(train: Sequence[str], words: Sequence[str], job_name: str, job: str) -
             float(recovery["exclude_days"]),
             float(recovery["heartbeat_s"]),
             int(launch["spares"]),
+            _checked(tree) if recovery["shrink"] else None,
         )
-    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+    except UserError:
+        raise
+    except (*NO_CONFIG, KeyError):
         raise UserError(
             f"{' '.join(train)} --cfg job does not print the configuration alone: a script must "
             "print nothing before it calls parallel3d.fit"
         ) from None
+
+
+def _checked(tree: Any) -> Config:
+    """Returns a configuration whose values are in their ranges. Raises UserError."""
+    config = typed_config(tree)
+    check_fields(config)
+    return config
 
 
 def plain_name(name: str) -> str:

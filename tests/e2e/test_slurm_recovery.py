@@ -172,7 +172,7 @@ def tell(cluster: Cluster, wave: dict[Story, int]) -> None:
 def account(job: TrainingJob) -> str:
     """Returns what became of a job."""
     lines = [f"\n{job.name}: {job.now}"]
-    for what in job.lost():
+    for what in job.lost:
         back = job.back_after(what)
         lines.append(f"  {what}: first new step after {'–' if back is None else f'{back:.1f} s'}")
     for line in job.decisions:
@@ -257,3 +257,50 @@ def test_a_mistake_after_a_replacement_is_not_retried(told: Told) -> None:
     assert (job.now.state, job.now.restarts) == ("FAILED", 0), job.output()
     assert job.kinds == ["first", "replace", "stop"], account(job)
     assert "wrong.txt" in job.output()
+
+
+# Fewer nodes
+
+SHRINK = ("precision=fp64", "global_batch_size=6", "recovery.shrink=true")
+
+
+def shrunk(job: TrainingJob) -> Iterator[None]:
+    """A node dies, and later the job is queued again, as at a time limit."""
+    while not job.trains():
+        yield
+    job.crash(job.nodes[1])
+    while len(job.first_steps()) < 2 and not job.is_over:
+        yield
+    job.ask_to_stop()
+    yield from until_back(job, 3)
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    """Runs a job of three nodes without a spare, on four."""
+    cwd, scratch = tmp_path_factory.mktemp("smaller"), tmp_path_factory.mktemp("scratch")
+    with Cluster.up(cwd, scratch, 4) as cluster:
+        # A run on its own cannot shrink.
+        found = Told(cluster, undisturbed(cluster, 3, *SHRINK[:-1]))
+        cluster.submit("shrunk", 3, 0, *SHRINK)
+        cluster.tell({"shrunk": shrunk}, 60)
+        found.jobs = cluster.jobs
+        print(account(found.jobs["shrunk"]))
+        yield found
+
+
+def test_without_a_spare_a_job_goes_on_with_a_smaller_dp_and_grows_back(smaller: Told) -> None:
+    job = smaller.jobs["shrunk"]
+    assert job.now is not None and job.now.state == "COMPLETED", job.output()
+    assert job.kinds == ["first", "smaller", "requeue", "first", "done"], account(job)
+    assert [len(line["nodes"]) for line in job.decisions] == [3, 2, 0, 3, 0]
+    assert "starting on 2 nodes with dp=2" in job.output()
+    assert job.now.restarts == 1
+    assert job.sizes() == [3, 2, 3]
+
+
+def test_a_smaller_dp_has_the_losses_of_the_undisturbed_run(smaller: Told) -> None:
+    job = smaller.jobs["shrunk"]
+    assert [row[0] for row in job.rows()] == list(range(1, STEPS + 1))
+    for row, other in zip(job.rows(), smaller.reference.rows(), strict=True):
+        assert row == pytest.approx(other, rel=0, abs=1e-9)

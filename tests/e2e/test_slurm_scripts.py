@@ -42,7 +42,7 @@ TOOLS = {
         [[ $1 == -m ]] && shift 2
         [[ $1 == slurm ]] && exec {REAL} "$@"
         printf '%s\\n' 'tp: 1' 'pp: 1' 'cp: 1' 'dp: null' 'runs_dir: runs'
-        echo 'recovery: {{max_restarts: 3, exclude_days: 7.0, heartbeat_s: 5.0}}'
+        echo 'recovery: {{max_restarts: 3, exclude_days: 7.0, heartbeat_s: 5.0, shrink: false}}'
         echo 'launch: {{spares: 0}}'
         run=null
         for word in "$@"; do [[ $word == run=* ]] && run=${{word#run=}}; done
@@ -195,6 +195,14 @@ def test_a_run_that_cannot_be_resolved_ends_before_any_rank(shell: Shell, tools:
     assert len(ended.errors) == 1
     assert "NO_SUCH" in ended.err
     assert calls(shell, "srun") == []
+
+
+def test_a_job_that_could_never_shrink_is_refused_before_any_rank(
+    shell: Shell, tools: Path
+) -> None:
+    ended = job(shell, tools, TRAIN, "run=r", "recovery.shrink=true", "dp=1", PARALLEL3D=REAL)
+    assert (ended.code, len(ended.errors), calls(shell, "srun")) == (2, 1, [])
+    assert "dp=1 on 1 node has none; the nearest is recovery.shrink=false" in ended.err
 
 
 def test_a_squeue_that_does_not_answer_is_logged(shell: Shell, tools: Path) -> None:

@@ -262,6 +262,11 @@ class TrainingJob:
                 found.append(int(folder.name))
         return sorted(found)
 
+    def sizes(self) -> list[int]:
+        """Returns the dp of each start, as starts.jsonl has it."""
+        lines = (self.run_dir / "starts.jsonl").read_text().splitlines()
+        return [row["layout"]["dp"] for row in map(json.loads, lines) if "layout" in row]
+
     # What stories do
 
     def trains(self) -> bool:
@@ -281,15 +286,19 @@ class TrainingJob:
         self.note(node)
         self.cluster.crash(node)
 
+    def ask_to_stop(self) -> None:
+        """Sends the signal that precedes a time limit."""
+        self.cluster.slurm.call("scancel", "--signal=USR1", "--batch", self.number)
+
     def silence(self, node: str) -> None:
         self.note(node)
         self.cluster.silence(node)
 
 
-def undisturbed(cluster: Cluster, ranks: int) -> TrainingJob:
+def undisturbed(cluster: Cluster, ranks: int, *more: str) -> TrainingJob:
     """Trains without Slurm as the jobs do, in a run to compare with."""
     alone = Shell(cluster.shell.cwd, cluster.shell.scratch)
-    words = without_replaced((*TINY, *alone.text(), *WORDS))
+    words = without_replaced((*TINY, *alone.text(), *WORDS, *more))
     forked = Forked(alone)
     forked.add_world(ranks, "train", *words, f"dp={ranks}", "run=undisturbed")
     forked.start()

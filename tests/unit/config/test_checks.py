@@ -20,7 +20,7 @@ from parallel3d.config.values import INTERVAL
 from parallel3d.errors import UserError
 from parallel3d.models.keys import ModelConfig
 from parallel3d.models.repeats import parts_of
-from parallel3d.run.checks import START_VARIABLE, check_spares
+from parallel3d.run.checks import START_VARIABLE, check_batch_process
 from parallel3d.run_config import Config, check_config
 from tests.pace import in_time
 
@@ -907,8 +907,10 @@ def test_sizes_without_effect_in_a_configuration_refuse_nothing(changes: dict[st
     check_config(config(**changes))
 
 
-def test_spares_need_a_batch_process_that_keeps_them() -> None:
-    check_spares(0, {})
-    check_spares(2, {START_VARIABLE: "1"})
+def test_spares_and_a_smaller_dp_need_a_batch_process() -> None:
+    check_batch_process(0, False, {})
+    check_batch_process(2, True, {START_VARIABLE: "1"})
     with pytest.raises(UserError, match=r"launch\.spares=2 is for .*the nearest .*launch.spares=0"):
-        check_spares(2, {"SLURM_JOB_ID": "1"})
+        check_batch_process(2, False, {"SLURM_JOB_ID": "1"})
+    with pytest.raises(UserError, match=r"shrink=true is for .*the nearest .*shrink=false"):
+        check_batch_process(0, True, {"SLURM_JOB_ID": "1"})

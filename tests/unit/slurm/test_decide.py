@@ -367,11 +367,15 @@ def test_a_smaller_layout_is_used_if_it_is_allowed() -> None:
     limits = Limits(3, smaller=(SmallerLayout(2, ("dp=2",)), SmallerLayout(1, ("dp=1",))))
     found = decide(few("node3", limits=limits))
     assert (found.how, found.nodes, found.words) == ("smaller", ("node1", "node2"), ("dp=2",))
-    assert found.sentence.endswith("starting on 2 nodes with dp=2")
+    assert found.sentence.endswith(
+        "starting on 2 nodes with dp=2 until the job is queued again, with the same samples, and "
+        "losses that are equal to rounding"
+    )
     again = few("node3", limits=limits, used=("node1", "node2"), history={"node3": OUT})
     again = replace(again, ended=StartEnd(1, cause=replace(BOOM, host="node1")))
     found = decide(again)
     assert (found.how, found.nodes, found.words) == ("same", ("node1", "node2"), ("dp=2",))
+    assert found.sentence.endswith("starting again on the same 2 nodes with dp=2")
 
 
 def test_a_smaller_layout_takes_no_node_with_two_strikes_if_it_need_not() -> None:
