@@ -205,6 +205,21 @@ def test_a_job_that_could_never_shrink_is_refused_before_any_rank(
     assert "dp=1 on 1 node has none; the nearest is recovery.shrink=false" in ended.err
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_becomes_of_ranks_that_a_signal_asked_to_stop_decides(
+    shell: Shell, tools: Path, saved: bool
+) -> None:
+    """They save and are started again, or have just ended their run."""
+    marker = shell.cwd / "runs" / "r" / "requeue"
+    save = f"mkdir -p {marker.parent}; touch {marker}" if saved else "true"
+    (tools / "srun").write_text(
+        f"#!/bin/bash\ntrap '{save}; exit 0' USR1\nkill -USR1 $PPID\nwhile :; do sleep 0.1; done\n"
+    )
+    ended = job(shell, tools, TRAIN, "run=r")
+    assert (ended.code, calls(shell, "scontrol")) == (0, ["requeue 5"] if saved else []), ended.err
+    assert ("a signal stopped the run and it has saved" in ended.err) == saved
+
+
 def test_a_squeue_that_does_not_answer_is_logged(shell: Shell, tools: Path) -> None:
     (tools / "squeue").write_text("#!/bin/bash\nexit 1\n")
     marker = str(shell.cwd / "runs" / "r" / "requeue")
