@@ -128,8 +128,7 @@ def do(kind: str, job: TrainingJob, what: str) -> Iterator[None]:
     spares = [node for node in job.nodes if node not in used]
     node = others[0] if others else job.nodes[0]
     if kind == "spare" and spares:
-        job.note(what)
-        job.cluster.crash(spares[0])
+        job.crash(spares[0], what)
         while spares[0] in job.nodes and not job.is_over:
             yield
         return
@@ -138,25 +137,25 @@ def do(kind: str, job: TrainingJob, what: str) -> Iterator[None]:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and not any(folder.glob(".saving-*")):
             yield
-    job.note(what)
     if kind == "host":
-        job.cluster.crash(job.nodes[0])
-        job.cluster.slurm.down(job.nodes[0])
+        host = job.nodes[0]
+        job.crash(host, what)
+        job.cluster.slurm.down(host)
     elif kind == "drained":
         job.cluster.drain(node)
-        job.kill_rank(node)
+        job.kill_rank(node, what)
     elif kind == "silent":
-        job.cluster.silence(node)
+        job.silence(node, what)
     elif kind == "restart":
         before = len(job.decisions)
-        job.kill_rank(node)
+        job.kill_rank(node, what)
         while len(job.decisions) == before and not job.is_over:
             yield
-        job.cluster.crash(node)
+        job.crash(node, what)
     elif kind in ("crashed", "saving"):
-        job.cluster.crash(node)
+        job.crash(node, what)
     else:
-        job.kill_rank(node)
+        job.kill_rank(node, what)
 
 
 def run_together(cluster: Cluster, trials: Sequence[Trial], reference: TrainingJob) -> None:

@@ -1,7 +1,7 @@
 """Asks a real Slurm what becomes of a job whose node dies, and of its next step.
 
 The batch process, which goes on without the dead node, relies on these answers, which Slurm's
-manual does not give. Eight jobs run at once on 22 virtual nodes of a network: nodes crash, so that
+manual does not give. Nine jobs run at once on 24 virtual nodes of a network: nodes crash, so that
 their sockets close, or their links are cut, so that they only become silent. `pytest -s` prints
 what each job noted, with the seconds; docs/recovery.md has them in a table.
 """
@@ -86,6 +86,7 @@ ask overlap on 60 h3,h4 --overlap
 ask plain on 15 h3,h4
 go down
 ask last on 60 h3,h4 --overlap
+ask twice {SHRINK}h3
 wait
 """,
     # The old srun is killed, and the lost node boots again before Slurm has missed it.
@@ -143,6 +144,12 @@ ask shrink {SHRINK}h20,h21
 go down
 note last 0 0 ""
 sleep 2
+""",
+    # A job is queued again while it holds a dead node that Slurm has not missed yet.
+    "queued": """((${SLURM_RESTART_COUNT:-0})) && exit 0
+go go
+scontrol requeue "$SLURM_JOB_ID"
+sleep 30
 """,
     # A node becomes silent, and the job does nothing about it.
     "ended": STEP + 'wait "$step"\nsleep 600\n',
@@ -240,10 +247,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     shell = Shell(folder, tmp_path_factory.mktemp("scratch"), {}, anew=True)
     net = Path(tempfile.mkdtemp(prefix="p3d-net-"))
     net.rmdir()
-    made = Rails.start(net, hosts=22, gpus=1)
+    made = Rails.start(net, hosts=24, gpus=1)
     slurm = None
     try:
-        slurm = Slurm.start(shell, nodes=22, rails=made)
+        slurm = Slurm.start(shell, nodes=24, rails=made)
         found = Answers(folder, version=slurm.call("sinfo", "--version").split()[-1])
         lose_nodes(found, slurm, made)
         print(found.table())
@@ -266,6 +273,8 @@ def lose_nodes(found: Answers, slurm: Slurm, net: Rails) -> None:
         )
     # Later it might start on a lost node that its job has given up: Slurm takes it for idle.
     wait_for(lambda: len(found.of("excluded").get("begin", ())) == 2, 30 * PATIENCE, "a requeue")
+    slurm.crash(slurm.jobs()[numbers["queued"]].nodes[1])  # two other nodes are free
+    (found.folder / "queued.go").touch()
     for job, nodes in LOST.items():
         found.lost[job] = time.time()
         for node in nodes:
@@ -286,10 +295,15 @@ def lose_nodes(found: Answers, slurm: Slurm, net: Rails) -> None:
         wait_for(lambda job=job: "last" in found.of(job), 30 * PATIENCE, f"the end of {job}")
     wait_for(lambda: "old-srun-ended" in found.of("shrunk"), 30 * PATIENCE, "the old srun")
     wait_for(lambda: slurm.jobs()[numbers["ended"]].state in OVER, 30 * PATIENCE, "the end")
+    wait_for(lambda: "BadConstraints" in reasons(slurm), 60 * PATIENCE, "the queued job")
     jobs = slurm.jobs()
     found.ended = {job: jobs[number] for job, number in numbers.items()}
     slurm.call("scancel", numbers["zombie"])
     wait_for(lambda: slurm.jobs()[numbers["zombie"]].state == "CANCELLED", 30 * PATIENCE, "scancel")
+
+
+def reasons(slurm: Slurm) -> str:
+    return slurm.call("squeue", "-h", "-t", "PENDING", "-o", "%j %r %Q")
 
 
 def submit(folder: Path, slurm: Slurm) -> dict[str, str]:
@@ -302,8 +316,8 @@ def submit(folder: Path, slurm: Slurm) -> dict[str, str]:
             nodes = NODES[job]
             words += [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"]
             words += ["--ntasks-per-node=1", "--no-kill" if job == "zombie" else "--no-requeue"]
-        else:  # on one of the two nodes that are left
-            words += ["--exclusive", "--requeue"]
+        else:  # on any of the four nodes that are left
+            words += ["--exclusive", "--requeue", f"--nodes={2 if job == 'queued' else 1}"]
         environ = {"NAME": job, "LOST": " ".join(LOST.get(job, ()))}
         numbers[job] = slurm.submit(*words, str(file), **environ)
     return numbers
@@ -391,3 +405,13 @@ def test_ranks_survive_that_their_job_gives_up_a_spare_node(answers: Answers) ->
     assert last > answers.down["h22"] and answers.ended["spare"].nodes == NODES["spare"][:2]
     for node, what in (("h20", "train"), ("h21", "train"), ("h20", "own"), ("h21", "own")):
         assert max(answers.beats("spare", node, what)) > last
+
+
+def test_without_accounting_a_job_gives_up_nodes_once(answers: Answers) -> None:
+    twice = answers.one("shrunk", "twice")
+    assert twice.code != 0 and "try again in a bit" in twice.text
+
+
+def test_a_job_that_is_queued_again_with_a_dead_node_never_starts(answers: Answers) -> None:
+    """Once Slurm has missed the node it finds BadConstraints, and the priority is 0."""
+    assert answers.ended["queued"].state == "PENDING"

@@ -74,7 +74,6 @@ def second(job: TrainingJob) -> Iterator[None]:
     while len(job.kinds) < 2:
         yield
     job.crash(nodes[2])
-    yield from missed(job, nodes[2])
     yield from until_back(job, 2)
 
 
@@ -90,8 +89,7 @@ def drained(job: TrainingJob) -> Iterator[None]:
 def used_up(job: TrainingJob) -> Iterator[None]:
     while not job.trains():
         yield
-    job.crash(node := job.nodes[1])
-    yield from missed(job, node)
+    job.crash(job.nodes[1])
     yield from until_back(job, 2)
 
 
@@ -111,13 +109,6 @@ def wrong(job: TrainingJob) -> Iterator[None]:
     job.crash(job.nodes[1])
     while not job.is_over:
         yield
-
-
-def missed(job: TrainingJob, node: str) -> Iterator[None]:
-    """Lets Slurm miss a node at once, when the job waits for that."""
-    while "Slurm misses" not in job.output() and "when it misses" not in job.output():
-        yield
-    job.cluster.slurm.down(node)
 
 
 def until_back(job: TrainingJob, starts: int) -> Iterator[None]:

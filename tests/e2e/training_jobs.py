@@ -143,6 +143,8 @@ class Cluster:
             for name, story in list(told.items()):
                 if next(story, self) is self:
                     del told[name]
+            for name in stories:
+                self.jobs[name].let_slurm_miss()
             if not told and all(self.jobs[name].is_over for name in stories):
                 return
             if time.monotonic() > deadline:
@@ -158,12 +160,16 @@ class TrainingJob:
 
     Attributes:
         lost: when something was done to the job, by a name for it.
+        gone: nodes that were taken from it.
+        missed: how often it has said that it waits until Slurm misses a node.
     """
 
     cluster: Cluster
     name: str
     number: str
     lost: dict[str, float] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+    missed: int = 0
 
     @property
     def folder(self) -> Path:
@@ -276,23 +282,34 @@ class TrainingJob:
     def note(self, what: str) -> None:
         self.lost[what] = time.time()
 
-    def kill_rank(self, node: str) -> None:
+    def kill_rank(self, node: str, what: str = "") -> None:
         pid = self.rank_on(node)
         assert pid is not None, f"no rank of {self.name} on {node}"
-        self.note(node)
+        self.note(what or node)
         os.kill(pid, signal.SIGKILL)
 
-    def crash(self, node: str) -> None:
-        self.note(node)
+    def crash(self, node: str, what: str = "") -> None:
+        self.note(what or node)
+        self.gone.append(node)
         self.cluster.crash(node)
 
     def ask_to_stop(self) -> None:
         """Sends the signal that precedes a time limit."""
         self.cluster.slurm.call("scancel", "--signal=USR1", "--batch", self.number)
 
-    def silence(self, node: str) -> None:
-        self.note(node)
+    def silence(self, node: str, what: str = "") -> None:
+        self.note(what or node)
+        self.gone.append(node)
         self.cluster.silence(node)
+
+    def let_slurm_miss(self) -> None:
+        """Tells Slurm of the lost nodes for which the job waits until Slurm misses them."""
+        said = self.output()
+        waits = said.count("until Slurm misses") + said.count("when it misses")
+        if waits > self.missed:
+            self.missed = waits
+            for node in self.gone:
+                self.cluster.slurm.down(node)
 
 
 def undisturbed(cluster: Cluster, ranks: int, *more: str) -> TrainingJob:
