@@ -145,14 +145,14 @@ go down
 note last 0 0 ""
 sleep 2
 """,
+    # A node becomes silent, and the job does nothing about it.
+    "ended": STEP + 'wait "$step"\nsleep 600\n',
     # A job is queued again while it holds a dead node that Slurm has not missed yet.
     "queued": """((${SLURM_RESTART_COUNT:-0})) && exit 0
 go go
 scontrol requeue "$SLURM_JOB_ID"
 sleep 30
 """,
-    # A node becomes silent, and the job does nothing about it.
-    "ended": STEP + 'wait "$step"\nsleep 600\n',
 }
 NODES = {
     "zombie": ("h1", "h2"),

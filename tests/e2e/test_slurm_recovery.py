@@ -155,6 +155,8 @@ def tell(cluster: Cluster, wave: dict[Story, int]) -> None:
             text = cluster.shell.cwd / "wrong.txt"
             text.write_text((cluster.shell.cwd / "book.txt").read_text())
             more.append(f"data.path={text}")
+        if story is second:
+            more.append("launch.timeout_s=20")  # until the ranks give up to meet
         cluster.submit(name, 2, spares, *more, slow_s=2.0 if story is spare else 0.5)
     cluster.tell(stories, 60)
     cluster.repair_all()
