@@ -127,7 +127,7 @@ WHAT=guard srun $GUARD --nodes=4 --ntasks=4 --ntasks-per-node=1 bash -c "$guard"
 sleep 12
 note each 0 0 ""
 each own h16 h17 h18 h19
-sleep 10
+sleep 5
 ask shrink {SHRINK}h16,h17
 kill -KILL "$step"
 ask next on 60 h16,h17 --overlap
