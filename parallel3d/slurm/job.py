@@ -258,6 +258,7 @@ class Batch:
                 self._end_guards(0.0)
                 return self._leave(decision)
             ended = self._start(decision)
+            self.state.host = ""
 
     # Before a start
 
@@ -405,14 +406,16 @@ class Batch:
             state.cause = inputs.ended.cause
         state.in_row, state.replaced = decision.starts_in_row, decision.replaced_in_row
         state.history = merged(state.history, decision.history)
-        self.lines.append(
-            line_of(
-                inputs,
-                decision,
-                failed_at=self.times.failed_at,
-                seconds=self.times.seconds(now),
-            )
+        line = line_of(
+            inputs,
+            decision,
+            failed_at=self.times.failed_at,
+            seconds=self.times.seconds(now),
         )
+        if inputs.ended is None:
+            line = replace(line, cause=state.cut_off(os.environ))
+        self.lines.append(line)
+        state.host = self.allocation.host if decision.action == "run" else ""
         self.times = Times()
         self._write_files()
         is_smooth = decision.how == "first" and not decision.history and not decision.release

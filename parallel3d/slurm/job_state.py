@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.manifest import CHECKPOINTS
 from parallel3d.files import OTHERS_WRITE, read_bounded, replace_durably
+from parallel3d.metrics.recovery_log import Cause
 from parallel3d.run.failure import RankFailure
 from parallel3d.slurm.decide import History, history_from_json
 
@@ -34,6 +36,7 @@ class JobState:
         requeued_for: nodes that a requeue has asked to leave out.
         cause: root cause of the last start's end.
         history: evidence against nodes that found no folder of the run yet.
+        host: node of the batch script of a start that has not ended; "" if none is running.
     """
 
     starts: int = 0
@@ -46,6 +49,7 @@ class JobState:
     requeued_for: tuple[str, ...] = ()
     cause: RankFailure | None = None
     history: History = dataclasses.field(default_factory=dict)
+    host: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> JobState:
@@ -60,6 +64,16 @@ class JobState:
     def write(self, folder: Path) -> None:
         """Raises OSError."""
         replace_durably(folder / STATE, json.dumps(dataclasses.asdict(self)).encode())
+
+    def cut_off(self, environ: Mapping[str, str]) -> Cause | None:
+        """Returns why the last start has not ended, if Slurm has queued the job again meanwhile.
+
+        When the node of the batch script dies, nobody is left to write it down.
+        """
+        if not self.host or environ.get("SLURM_RESTART_COUNT", "0") == "0":
+            return None
+        why = "the node of the batch script was lost, or Slurm queued the job again"
+        return Cause("node", self.host, None, why)
 
     def see_checkpoints(self, run_dir: Path) -> None:
         """Begins to count anew if there is a newer checkpoint."""
@@ -80,6 +94,7 @@ def _typed(found: dict[str, Any]) -> JobState:
         requeued_for=tuple(map(str, found["requeued_for"])),
         cause=None if cause is None else RankFailure(**cause),
         history=history_from_json(found["history"]),
+        host=str(found.get("host", "")),
     )
 
 

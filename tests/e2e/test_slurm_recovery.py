@@ -245,7 +245,12 @@ def test_without_a_spare_the_job_is_queued_again_and_avoids_its_lost_nodes(told:
 
 def test_a_job_whose_batch_host_dies_is_queued_again_by_slurm(told: Told) -> None:
     same_result(told, "host")
-    assert told.jobs["host"].now.restarts == 1
+    job = told.jobs["host"]
+    assert job.now.restarts == 1
+    assert job.kinds == ["first", "first", "done"], account(job)
+    causes = [line["cause"] for line in job.decisions]
+    assert (causes[0], causes[2]) == (None, None)
+    assert (causes[1]["kind"], causes[1]["host"]) == ("node", next(iter(job.lost))), causes[1]
 
 
 def test_a_mistake_after_a_replacement_is_not_retried(told: Told) -> None:
