@@ -421,12 +421,19 @@ class RankTrainer:
         blueprint, batch = self.blueprint, self.planned_length.sizes.at(self.consumed_samples)
         if batch == self.batch:
             return
+        self._allow_other_operations(from_now_on=True)
         count = batch // (blueprint.micro_batch_size * blueprint.layout.dp)
         forwards = self.forwards
         self.use(self.blueprint.pipeline.schedule(count))
         self.batch = batch
         self.forwards = forwards
         self.train_batches.resize(count, batch)
+
+    def _allow_other_operations(self, from_now_on: bool = False) -> None:
+        """Tells the operations' log that this step differs from the last one on all ranks."""
+        operations = self.groups.world.log
+        if operations is not None:
+            operations.allow_others(from_now_on)
 
     def train_step(self) -> StepResult:
         """Runs one optimizer step on the next global batch; collective over the world.
@@ -475,6 +482,8 @@ class RankTrainer:
             self.data_parallel.all_gather_params()
             if self.balance is not None and experts is not None:
                 self.balance.update(experts)
+        else:
+            self._allow_other_operations()  # the parameters are not gathered
         if loss is not None:
             self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
@@ -697,6 +706,7 @@ class RankTrainer:
             # The squares of gradients above 1e19 overflow in fp32, although clipping would make the
             # gradients ordinary. Without clipping, AdamW's own squares would overflow too.
             share = self.share_of_norm(torch.float64)
+            self._allow_other_operations()
             collectives.all_reduce_few(share, self.groups.world)
             with blocking(self.groups.world):
                 square = share.item()

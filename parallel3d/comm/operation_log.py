@@ -129,6 +129,16 @@ class OperationLog:
         self._phase, self._repeats = phase, repeats
         self.progress += 1
 
+    def allow_others(self, from_now_on: bool = False) -> None:
+        """Lets this run of the phase have other operations, as all ranks have agreed.
+
+        With `from_now_on`, later runs are like this one; otherwise they are like the previous one.
+        """
+        if from_now_on:
+            self._previous.pop(self._phase, None)
+        else:
+            self._repeats = False
+
     def start(
         self, group: _Group, name: str, tensor: Tensor, peer: int | None = None
     ) -> LoggedOperation:
@@ -152,7 +162,7 @@ class OperationLog:
 
     def divergence(self) -> Divergence | None:
         """Returns where this phase, or else a recent one, first differs from its previous run."""
-        previous = self._previous.get(self._phase, [])
+        previous = self._previous.get(self._phase, []) if self._repeats else []
         found = _first_difference(list(self._notes), previous, is_over=False)
         for notes, before in tuple(self._closed):
             found = found or _first_difference(notes, before, is_over=True)

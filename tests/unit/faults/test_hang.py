@@ -182,6 +182,32 @@ def test_phases_that_do_not_repeat_hide_no_step() -> None:
     assert str(log.divergence()) == "left out broadcast of dp (float32[4])"
 
 
+def test_a_step_that_all_ranks_skip_is_no_divergence() -> None:
+    log = log_of("ab", "a")
+    log.allow_others()
+    assert log.divergence() is None
+    for _ in range(2):
+        log.boundary("train step")
+        for name in ("all_reduce", "broadcast"):
+            logged(Group(log), name, torch.zeros(4), Handle).wait()
+            assert log.divergence() is None
+    log.boundary("train step")
+    logged(Group(log), "broadcast", torch.zeros(4), Handle).wait()
+    assert str(log.divergence()) == "left out all_reduce of dp (float32[4])"
+
+
+def test_steps_of_another_batch_are_compared_with_one_another() -> None:
+    log = log_of("ab", "")
+    log.allow_others(from_now_on=True)
+    for _ in range(2):
+        for _ in range(2):
+            logged(Group(log), "all_reduce", torch.zeros(4), Handle).wait()
+            assert log.divergence() is None
+        log.boundary("train step")
+    logged(Group(log), "broadcast", torch.zeros(4), Handle).wait()
+    assert "broadcast" in str(log.divergence())
+
+
 def test_divergence_at_the_end_of_a_step_is_seen_in_the_next() -> None:
     divergence = log_of("ab", "a", "a").divergence()
     assert str(divergence) == "left out broadcast of dp (float32[4])"
