@@ -259,6 +259,14 @@ def can_change(job: str, name: str) -> bool:
     return True
 
 
+def missed_after() -> float:
+    """Returns the seconds after which Slurm has surely missed a node that is dead."""
+    said = call("scontrol", "show", "config", limit_s=10)
+    found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", said.out, re.MULTILINE)
+    # It asks nodes three times in that, and a few may be late.
+    return 2.0 * int(found[1]) + 60.0 if found else 660.0
+
+
 def requeue(job: str) -> Said:
     return call("scontrol", "requeue", job)
 

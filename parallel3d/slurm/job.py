@@ -64,7 +64,6 @@ from parallel3d.topology.placed_ranks import rank_of_launch
 
 ASKING = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
-MISSED_S = 3600.0  # longer than any SlurmdTimeout
 TERMINATED_S = 20.0  # after a requeue, until Slurm ends this process
 LOST_LEAVE_S = 0.5
 POLL_S = 1.0  # between looks whether the ranks have made the run's folder
@@ -646,8 +645,7 @@ class Batch:
         self.state.requeued_for = tuple(dict.fromkeys((*self.state.requeued_for, *avoided)))
         self._write_state()
         print_line(f"run={run}: {sentence}")
-        if self.stranded:
-            self._wait_for_slurm()
+        if self.stranded and self._is_ended_by_slurm():
             return code
         if self.lost and not commands.can_change(job, self.allocation.name):
             self._wait_until_down()
@@ -672,23 +670,28 @@ class Batch:
         be told to leave out others.
         """
         print_line(f"the job waits until Slurm misses {', '.join(self.lost)}, to get other nodes")
-        deadline = time.monotonic() + MISSED_S
+        deadline = time.monotonic() + commands.missed_after()
         while self.signals.asked is None and time.monotonic() < deadline:
             states = commands.states_of(self.lost)
             if all("DOWN" in states.get(node, "DOWN") for node in self.lost):
                 return
             time.sleep(2.0)
 
-    def _wait_for_slurm(self) -> None:
+    def _is_ended_by_slurm(self) -> bool:
         """Waits until Slurm misses the lost nodes, ends this job and queues it again.
 
         If scontrol queues a job again that holds a dead node, Slurm never starts it: it finds
-        BadConstraints once the node is down (tests/e2e/test_slurm_nodes.py).
+        BadConstraints once the node is down (tests/e2e/test_slurm_nodes.py). Returns False if Slurm
+        does not miss the nodes, which are only slow then, or if a signal asks the job to stop.
         """
         print_line(f"Slurm queues the job again when it misses {', '.join(self.stranded)}")
-        deadline = time.monotonic() + MISSED_S
-        while not self.signals.terminated and time.monotonic() < deadline:
+        deadline = time.monotonic() + commands.missed_after()
+        while time.monotonic() < deadline:
+            if self.signals.asked is not None:  # also by the time limit
+                state, reason = commands.state_and_reason(self.allocation.job)
+                return state not in ("", "RUNNING") and reason != "TimeLimit"
             time.sleep(0.2)
+        return False
 
     def _exclude(self, avoided: Sequence[str]) -> None:
         """Keeps nodes out of the next start, while Slurm ends this one.

@@ -18,6 +18,7 @@ from parallel3d.slurm.commands import (
     environment_beside,
     environment_on_some,
     gpus_of_each_node,
+    missed_after,
     of_ranks,
     on_node,
     places_of,
@@ -195,3 +196,12 @@ def test_the_batch_process_imports_no_torch() -> None:
     code = "import parallel3d.slurm.job, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_nobody_waits_for_longer_than_slurm_needs_to_miss_a_node(
+    slurm: Callable[..., None],
+) -> None:
+    slurm(scontrol="SlurmdPort              = 6818\nSlurmdTimeout           = 120 sec\nX = 1")
+    assert missed_after() == 300
+    slurm(scontrol="slurm_load_ctl_conf error")
+    assert missed_after() == 660
