@@ -264,7 +264,8 @@ def of_end(inputs: Inputs) -> Decision | None:
         return _requeue(inputs, {}, "a signal stopped the run and it has saved", 0)
     if ended.code == 0:
         return _end(inputs, "done", 0, "the run has ended")
-    is_mistake = ended.first or (ended.cause is not None and ended.cause.kind == "user")
+    # Ranks that refuse their input before they have met leave no record.
+    is_mistake = ended.first or ended.cause is None or ended.cause.kind == "user"
     if ended.code == USER_ERROR and is_mistake:
         return _end(inputs, "stop", USER_ERROR, f"{_cause(ended)}: the input cannot work")
     if ended.asked is not None or ended.code in ASKING_CODES:

@@ -134,13 +134,14 @@ def test_a_signal_before_a_save_queues_the_job_again_with_its_code() -> None:
 
 
 def test_wrong_input_is_final() -> None:
-    """Code 2 alone is, until a start has reached a step; a rank's own word always is."""
+    """The ranks' own word always is, with a record or without one, as before they have met."""
     found = decide(after(StartEnd(2, first=True)))
     assert (found.action, found.code) == ("stop", 2)
     user = replace(BOOM, kind="user", error="data.path=web does not exist")
     found = decide(after(StartEnd(2, cause=user)))
     assert (found.action, found.code) == ("stop", 2)
-    assert decide(after(StartEnd(2))).how == "same"
+    assert decide(after(StartEnd(2))).action == "stop"
+    assert decide(after(StartEnd(2, cause=BOOM))).how == "same"
 
 
 def test_a_decision_of_the_ranks_is_final() -> None:
