@@ -529,7 +529,7 @@ def _ends(inputs: Inputs, ended: StartEnd, decision: Decision) -> bool:
         assert (decision.action, decision.code) == ("requeue", 0)
     elif ended.code == 0:
         assert (decision.action, decision.code) == ("done", 0)
-    elif ended.code == 2 and (ended.first or (ended.cause and ended.cause.kind == "user")):
+    elif ended.code == 2 and (ended.first or not ended.cause or ended.cause.kind == "user"):
         assert (decision.action, decision.code) == ("stop", 2)
     elif ended.asked or ended.code in (138, 140):
         assert (decision.action, decision.code) == ("requeue", ended.code)
