@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -35,6 +36,9 @@ RECENT = 15  # the median is that of so many steps
 FORMAT = struct.Struct("<8sqqqddq8x")
 CHANGING = struct.Struct("<qddq")
 CHANGING_AT = 24
+# At the end: the namespace of the process's number. In a container a pid may be another process's.
+SPACE = struct.Struct("<q")
+SPACE_AT = 56
 MARK = b"p3d step"
 
 
@@ -77,16 +81,30 @@ class Seen:
 
 
 def read(path: str) -> Seen | None:
-    """Returns what the file of a rank says; None if the file is not one of a rank."""
+    """Returns what the file of a rank says; None if the file is not one of a rank.
+
+    Nothing is known of a rank of another namespace of pids, whose process cannot be looked up.
+    """
     name = os.path.basename(path).removeprefix("rank-")
     try:
         with open(path, "rb") as file:
-            mark, pid, begun, steps, since, median, state = FORMAT.unpack(file.read(FORMAT.size))
-        if mark != MARK or not name.isdecimal():
+            content = file.read(FORMAT.size)
+        mark, pid, begun, steps, since, median, state = FORMAT.unpack(content)
+        (space,) = SPACE.unpack_from(content, SPACE_AT)
+        if mark != MARK or not name.isdecimal() or space not in (0, _pid_space()):
             return None
         return Seen(int(name), pid, begun, steps, since, median, STATES[state])
     except (OSError, struct.error, IndexError):
         return None
+
+
+@cache
+def _pid_space() -> int:
+    """Returns the number of this process's namespace of pids; 0 if the kernel does not tell it."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 class ProgressFile:
@@ -99,7 +117,8 @@ class ProgressFile:
         self._last: float | None = None  # the end of the step before, without a pause in between
         self._recent: deque[float] = deque(maxlen=RECENT)
         me = os.getpid()
-        whole = FORMAT.pack(MARK, me, born(me), *self._values())
+        whole = bytearray(FORMAT.pack(MARK, me, born(me), *self._values()))
+        SPACE.pack_into(whole, SPACE_AT, _pid_space())
         # The guard must not see a file without a process: it gets its name when it is whole.
         part = f"{path}.{me}"
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)

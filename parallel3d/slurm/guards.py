@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from parallel3d.comm.store import SECRET
 from parallel3d.faults import progress
@@ -56,14 +57,18 @@ class Guards:
         self.steps: dict[str, subprocess.Popen[bytes]] = {}
         for node in self.nodes:
             command = commands.on_node(os.environ, node, *words, "--node", node, "--", *self_test)
-            with open(logs / f"guard-{node}.log", "wb") as log:
-                self.steps[node] = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=commands.environment_beside(os.environ),
-                )
+            try:
+                with _log(logs / f"guard-{node}.log") as log:
+                    self.steps[node] = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=commands.environment_beside(os.environ),
+                    )
+            except OSError as error:  # as with too many processes
+                say(f"no guard can be started for {node} ({error.strerror})")
+                break
 
     def answers(
         self, lost: frozenset[str], limit_s: float, hurries: Callable[[], bool]
@@ -80,13 +85,17 @@ class Guards:
             found = self.collector.wait_for_answers(0.25)
             waited = time.monotonic() - self.began
             missing = set(self.nodes) - found.keys()
-            failed = {node for node in missing if self.steps[node].poll() is not None}
+            failed = {node for node in missing if self._has_ended(node)}
             if not missing or missing <= failed or waited > limit_s or hurries():
                 return found
             if missing - failed - lost:
                 slowest = waited
             elif waited > max(LOST_S, LOST_FACTOR * slowest):
                 return found
+
+    def _has_ended(self, node: str) -> bool:
+        step = self.steps.get(node)
+        return step is None or step.poll() is not None
 
     def wait(self, seconds: float) -> Verdict | None:
         return self.collector.wait(seconds)
@@ -95,10 +104,18 @@ class Guards:
         """Ends all processes of the start, and the guards; returns the nodes that said nothing."""
         ended = self.collector.end(patience, patience + LEAVE_S)
         self.collector.close()
-        lost = [self.steps.pop(node) for node in ended.silent]
+        lost = [self.steps.pop(node) for node in ended.silent if node in self.steps]
         end_steps(self.steps.values(), LEAVE_S)
         end_steps(lost, 0.0)
         return ended.silent
+
+
+def _log(path: Path) -> BinaryIO:
+    """Opens a guard's log; a full disk keeps no guard from starting."""
+    try:
+        return open(path, "wb")
+    except OSError:
+        return open(os.devnull, "wb")
 
 
 def end_steps(steps: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:

@@ -169,3 +169,13 @@ def test_an_evaluation_is_a_pause_even_if_the_watchdog_watches_it(
     evaluation.Evaluation(run, Mock()).after_step(SimpleNamespace(step=1), 0.1)  # type: ignore[arg-type]
     assert calls == ["pause", "evaluation", "resume"]
     assert not worker.watchdog.pause.called
+
+
+def test_nothing_is_known_of_a_rank_whose_pid_is_that_of_a_container(tmp_path: Path) -> None:
+    """Its process would seem to be away, and its start would be ended for it."""
+    _, path = made(tmp_path)
+    assert read(path) is not None
+    with open(path, "r+b") as file:
+        file.seek(files.SPACE_AT)
+        file.write(files.SPACE.pack(os.stat("/proc/self/ns/pid").st_ino + 1))
+    assert read(path) is None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.comm.store import SECRET
 from parallel3d.errors import UserError
 from parallel3d.slurm.commands import (
     TIMED_OUT,
@@ -23,6 +24,7 @@ from parallel3d.slurm.commands import (
     on_node,
     places_of,
 )
+from parallel3d.slurm.guards import Guards
 from parallel3d.slurm.train_keys import plain_name
 
 FOUR = {
@@ -205,3 +207,26 @@ def test_nobody_waits_for_longer_than_slurm_needs_to_miss_a_node(
     assert missed_after() == 300
     slurm(scontrol="slurm_load_ctl_conf error")
     assert missed_after() == 660
+
+
+def test_guards_start_although_their_logs_cannot_be_written(
+    slurm: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(srun="")
+    monkeypatch.setenv(SECRET, "secret")
+    job = Allocation.of(FOUR)
+    guards = Guards(job, 1, 5.0, ["true"], tmp_path / "missing", print)
+    assert guards.steps.keys() == set(job.nodes)
+    assert guards.end(0.0) == frozenset(job.nodes)
+
+
+def test_a_job_goes_on_if_the_host_cannot_start_a_guard_for_each_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no srun
+    monkeypatch.setenv(SECRET, "secret")
+    said: list[str] = []
+    guards = Guards(Allocation.of(FOUR), 1, 5.0, ["true"], tmp_path, said.append)
+    assert len(said) == 1
+    assert guards.answers(frozenset(), 60.0, lambda: False) == {}
+    assert guards.end(0.0) == {"n1", "n2", "n3", "n4"}
