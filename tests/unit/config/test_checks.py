@@ -311,12 +311,22 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["attention_kernel=math", "[gated_deltanet] has none", "nearest is attention_kernel=auto"],
     ),
     (
-        {"delta_kernel": "fla", "device": "cpu", "precision.name": "bf16"},
+        {
+            "delta_kernel": "fla",
+            "device": "cpu",
+            "precision.name": "bf16",
+            "model.layer_types": ["gated_deltanet"],
+        },
         None,
         ["delta_kernel=fla", "device=cpu", "nearest is delta_kernel=torch"],
     ),
     (
-        {"delta_kernel": "fla", "device": "cuda", "precision.name": "fp32"},
+        {
+            "delta_kernel": "fla",
+            "device": "cuda",
+            "precision.name": "fp32",
+            "model.layer_types": ["gated_deltanet"],
+        },
         None,
         ["delta_kernel=fla", "precision=fp32", "nearest is delta_kernel=torch"],
     ),
