@@ -18,6 +18,7 @@ and uses virtual nodes of this machine (tests/tools/minislurm).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -162,7 +163,7 @@ def run_together(cluster: Cluster, trials: Sequence[Trial], reference: TrainingJ
     """Runs trials at once to their ends, and notes what became of them."""
     for trial in trials:
         cluster.submit(trial.name, RANKS, SPARES, slow_s=SLOW_STEP_S)
-    stories = {trial.name: lambda job, trial=trial: story(trial, job) for trial in trials}
+    stories = {trial.name: functools.partial(story, trial) for trial in trials}
     try:
         cluster.tell(stories, 120)
     except AssertionError as error:

@@ -189,16 +189,24 @@ PARTS_OF_ATTENTION = {
 
 
 def _check_attention(model: ModelConfig) -> None:
-    """Raises UserError if a part of attention has no layer with attention."""
-    if model.attention_kinds:
+    """Raises UserError if a part of attention has no layer with attention.
+
+    The whole of `layer_types` counts, also beyond `num_layers`: a shorter model of a family is a
+    common trial, and its keys are the family's.
+    """
+    if _has_attention(model):
         return
     for name, without in PARTS_OF_ATTENTION.items():
         if (value := getattr(model, name)) != without:
             raise UserError(
                 f"model.{name}={show(value)} is a part of attention, but model.layer_types="
-                f"{show(list(model.layer_types))} has none among {model.num_layers} layers; the "
-                f"nearest is model.{name}={show(without)}."
+                f"{show(list(model.layer_types))} has none; the nearest is "
+                f"model.{name}={show(without)}."
             )
+
+
+def _has_attention(model: ModelConfig) -> bool:
+    return not model.layer_types or any(word in LAYER_TYPES for word in model.layer_types)
 
 
 def check_kernels(model: ModelConfig, attention: str, delta: str) -> None:
@@ -206,17 +214,15 @@ def check_kernels(model: ModelConfig, attention: str, delta: str) -> None:
 
     `attention` and `delta` are the keys `attention_kernel` and `delta_kernel`.
     """
-    words = {model.layer_type(layer) for layer in range(model.num_layers)}
     uses = (
-        ("attention_kernel", attention, "attention", bool(model.attention_kinds)),
-        ("delta_kernel", delta, GATED_DELTANET, GATED_DELTANET in words),
+        ("attention_kernel", attention, "attention", _has_attention(model)),
+        ("delta_kernel", delta, GATED_DELTANET, GATED_DELTANET in model.layer_types),
     )
     for name, kernel, mixer, is_used in uses:
         if kernel != AUTO and not is_used:
             raise UserError(
                 f"{name}={kernel} is a kernel of {mixer}, but model.layer_types="
-                f"{show(list(model.layer_types))} has none among {model.num_layers} layers; the "
-                f"nearest is {name}={AUTO}."
+                f"{show(list(model.layer_types))} has none; the nearest is {name}={AUTO}."
             )
 
 

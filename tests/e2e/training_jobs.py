@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +134,7 @@ class Cluster:
     def look(self) -> None:
         self.seen = self.slurm.jobs()
 
-    def tell(self, stories: dict[str, Story], seconds: float) -> None:
+    def tell(self, stories: Mapping[str, Story], seconds: float) -> None:
         """Tells all stories to their ends, and waits until their jobs are over."""
         told = {name: story(self.jobs[name]) for name, story in stories.items()}
         deadline = time.monotonic() + seconds * PATIENCE
@@ -167,7 +167,7 @@ class TrainingJob:
     cluster: Cluster
     name: str
     number: str
-    lost: dict[str, float] = field(default_factory=dict)
+    lost: Mapping[str, float] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
     missed: int = 0
 

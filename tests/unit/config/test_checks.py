@@ -753,6 +753,14 @@ def test_given_values_are_not_replaced_by_derived_ones() -> None:
     assert (checked.num_query_groups, checked.ffn_hidden_size) == (4, 344)
 
 
+def test_a_shorter_model_keeps_the_keys_of_its_family() -> None:
+    """The fourth layer has the attention whose parts the keys name."""
+    types = ["gated_deltanet"] * 3 + ["full"]
+    model = ModelConfig(num_layers=2, layer_types=types, attention_gate=True)
+    made = Config(model=model, attention_kernel="math")
+    assert check_config(made).model.num_layers == 2
+
+
 def test_an_object_that_is_not_a_config_is_refused() -> None:
     assert "dict is not a Config" in sentence_of({"tp": 2})  # type: ignore[arg-type]
 
