@@ -383,18 +383,21 @@ def _compute(tell: Tell, go: int) -> None:
     product = Product.make(SIZE_OF_CPU)
     for fault in faults_of_device(torch.device("cpu"), "the CPU", product, 1 << 26):
         tell({"fault": fault})
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not number:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         return
+    number = torch.accelerator.device_count()
     tell({"stage": ON_GPUS})
+    from parallel3d.device import accelerator
+
     product = Product.make(SIZE)
 
     def one(index: int) -> list[str]:
-        device = torch.device("cuda", index)
+        device = torch.device(kind.type, index)
         label = f"GPU {index}"
         try:
-            label += f" ({torch.cuda.get_device_name(device)})"
-            free, _ = torch.cuda.mem_get_info(device)
+            label += f" ({accelerator.name(device)})"
+            free, _ = accelerator.module(device).mem_get_info(device)
             return faults_of_device(device, label, product, free // 10 * 9)
         except RuntimeError as error:
             return [f"{label}: {first_line(error)}"]
@@ -462,7 +465,9 @@ def faults_of_device(device: torch.device, label: str, product: Product, nbytes:
             faults.append(f"{label} multiplies the same matrices with different results")
     del a, b, found
     if is_gpu:
-        torch.cuda.empty_cache()
+        from parallel3d.device.accelerator import module
+
+        module(device).empty_cache()
     if any(_loses_bits(device, nbytes, pattern) for pattern in PATTERNS):
         faults.append(f"{label} loses bits of its memory")
     return faults
@@ -477,7 +482,7 @@ def _loses_bits(device: torch.device, nbytes: int, pattern: int) -> bool:
         size = min(CHUNK, nbytes - begin) // 8
         try:
             chunks.append(torch.full((size,), pattern, dtype=torch.int64, device=device))
-        except torch.cuda.OutOfMemoryError:  # another process was faster
+        except torch.OutOfMemoryError:  # another process was faster
             break
     return any(bool((chunk != pattern).any()) for chunk in chunks)
 

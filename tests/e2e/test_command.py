@@ -77,7 +77,7 @@ def test_info_flag_works(shell: Shell) -> None:
             "parallel3d ",
             {
                 *("train", "verify", "bench", "topology", "schedule", "plan", "dryrun", "generate"),
-                *("checkpoint", "data", "calibrate", "eval", "init", "recipes", "report"),
+                *("checkpoint", "data", "calibrate", "eval", "init", "recipes", "report", "slurm"),
             },
         ),
         ("parallel3d data ", {"tokenize", "train-tokenizer", "show"}),
