@@ -161,13 +161,13 @@ class Watchdog:
         for `PAUSED_TIMEOUTS` time-outs, or for launch.timeout_s if that is longer.
         """
         self._paused = True
-        if self.worker.progress is not None:
-            self.worker.progress.pause()
+        if self.worker.progress_file is not None:
+            self.worker.progress_file.pause()
 
     def resume(self) -> None:
         self._paused = False
-        if self.worker.progress is not None:
-            self.worker.progress.resume()
+        if self.worker.progress_file is not None:
+            self.worker.progress_file.resume()
 
     def timed_out(self) -> None:
         """Reports a hang, because a wait of the main thread has timed out. It never returns."""

@@ -56,7 +56,7 @@ class RankRun:
     @contextmanager
     def steps_paused(self) -> Iterator[None]:
         """Tells this host's guard, if there is one, that no step ends during a `with` block."""
-        progress = self.worker.progress
+        progress = self.worker.progress_file
         if progress is not None:
             progress.pause()
         yield

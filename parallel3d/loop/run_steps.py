@@ -30,8 +30,8 @@ def run_steps(run: RankRun, hooks: Sequence[StepHook]) -> None:
         with run.watchdog_paused(when=may_compile and step == run.first):
             result = trainer.train_step()
         seconds = time.perf_counter() - start
-        if worker.progress is not None:
-            worker.progress.step_ended()
+        if worker.progress_file is not None:
+            worker.progress_file.step_ended()
         if trainer.config.compile and step == run.first and worker.rank == 0:
             print_line(f"compile=true: the first step took {seconds:.1f} s, with compilation")
         for hook in hooks:

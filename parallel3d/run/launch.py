@@ -234,7 +234,8 @@ class Worker:
         store: the store in which the ranks meet; None for a single rank.
         watchdog: watches `log` for hangs; None if there is no watchdog.
         log: this rank's log of its communication.
-        progress: the file that tells this host's guard how far the rank is; None without a guard.
+        progress_file: the file that tells this host's guard how far the rank is; None without a
+            guard.
         taking_run: lock held while rank 0 makes the run directory, which must not be removed
             meanwhile.
     """
@@ -253,7 +254,7 @@ class Worker:
     store: Store | None = None
     watchdog: ProgressWatch | None = None
     log: OperationLog = field(default_factory=OperationLog)
-    progress: ProgressFile | None = None
+    progress_file: ProgressFile | None = None
     taking_run: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod

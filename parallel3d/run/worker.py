@@ -143,7 +143,7 @@ def run_joined(
     begin_on(kind)
     place = place.with_port(config.launch.master_port)
     worker = Worker.at(place, Path(), place.launcher)
-    worker.progress = _progress(place.rank, os.environ)
+    worker.progress_file = _progress(place.rank, os.environ)
     worker.phase = f"connecting to rank 0 at {place.master_addr}:{place.master_port}"
     if has_steps(app, config.train):
         worker.stop.install()
@@ -158,8 +158,9 @@ def run_joined(
         report_hang(worker, error)
         failed = failure.from_exception(config, worker, error)
         report_failure(failed, worker, error, store)
-        if worker.progress is not None and failed.kind in ("user", "decided"):
-            worker.progress.done()  # what it has said is the end of all ranks, not a loss of one
+        if worker.progress_file is not None and failed.kind in ("user", "decided"):
+            # What it has said is the end of all ranks, not a loss of one.
+            worker.progress_file.done()
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
@@ -258,8 +259,8 @@ def _work(app: str, config: Config, worker: Worker, work: Work | None) -> int:
     sys.stdout.flush()
     # A rank that leaves while others still work would look to them like a failed rank.
     dist.barrier()
-    if worker.progress is not None:
-        worker.progress.done()
+    if worker.progress_file is not None:
+        worker.progress_file.done()
     dist.destroy_process_group()
     return code
 

@@ -130,7 +130,7 @@ def test_a_rank_trains_without_a_file_that_cannot_be_made(
 def kept_calls() -> tuple[Worker, list[str]]:
     calls: list[str] = []
     worker = Worker(0, 0, 1, 1, Path(), "slurm")
-    worker.progress = Mock(
+    worker.progress_file = Mock(
         pause=lambda: calls.append("pause"),
         resume=lambda: calls.append("resume"),
         step_ended=lambda: calls.append("step"),
