@@ -57,6 +57,7 @@ from parallel3d.slurm.guards import (
 )
 from parallel3d.slurm.job_state import JobState, private_folder
 from parallel3d.slurm.smaller import check_shrink, config_of_run, smaller_layouts
+from parallel3d.slurm.step_errors import StepErrors
 from parallel3d.slurm.train_keys import TrainKeys, asked
 from parallel3d.slurm.verdict import Verdict
 from parallel3d.text import count
@@ -67,6 +68,7 @@ DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 TERMINATED_S = 20.0  # after a requeue, until Slurm ends this process
 LOST_LEAVE_S = 0.5
 POLL_S = 1.0  # between looks whether the ranks have made the run's folder
+LAST_ERRORS_S = 1.0  # until srun's last errors are read
 SAID = 8  # lines of other ranks that are repeated …
 END_BYTES = 1 << 16  # … from so much of the end of each log
 TRAIN = "PARALLEL3D_TRAIN"  # a command that is run in place of `parallel3d train`
@@ -487,7 +489,11 @@ class Batch:
             self.allocation, decision.nodes, str(logs), command, beside=beside
         )
         self.used = decision.nodes
-        step = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environ)
+        step = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ
+        )
+        assert step.stderr is not None
+        errors = StepErrors(step.stderr)
         self.signals.step = step
         if self.signals.asked is not None:
             self.signals.pass_on()
@@ -498,7 +504,8 @@ class Batch:
         self.signals.step = None
         if verdict is not None or step.returncode:
             self._repeat_others(logs)
-        return self._ended(step.returncode if by_itself else 1, by_itself, verdict, marker)
+        code, ended_by = step.returncode if by_itself else 1, errors.join(LAST_ERRORS_S)
+        return self._ended(code, ended_by, verdict, marker)
 
     def _watch(self, step: subprocess.Popen[bytes]) -> Verdict | None:
         """Waits until the ranks have ended, or must be ended, which is the verdict."""
@@ -569,10 +576,16 @@ class Batch:
             if not left:
                 return
 
-    def _ended(self, code: int, by_itself: bool, verdict: Verdict | None, marker: Path) -> StartEnd:
+    def _ended(
+        self,
+        code: int,
+        ended_by: Mapping[int, signal.Signals],
+        verdict: Verdict | None,
+        marker: Path,
+    ) -> StartEnd:
         cause = None
         if code or verdict is not None:
-            cause = self._cause(code, by_itself, verdict)
+            cause = self._cause(ended_by, verdict)
         reached = len(starts_of(self.keys.run_dir / STARTS)) > self.state.steps_begun
         if cause is not None:
             self.times.failed_at = cause.time
@@ -590,7 +603,9 @@ class Batch:
             first=not reached,
         )
 
-    def _cause(self, code: int, by_itself: bool, verdict: Verdict | None) -> RankFailure | None:
+    def _cause(
+        self, ended_by: Mapping[int, signal.Signals], verdict: Verdict | None
+    ) -> RankFailure | None:
         """Returns the failure that caused the others, from the ranks' records and the verdict."""
         run_dir = self.keys.run_dir
         none: list[RankFailure] = []
@@ -605,17 +620,15 @@ class Batch:
             for node, launched in verdict.gone:
                 rank = rank_of_launch(run_dir / PLACEMENT_FILE, launched)
                 if rank not in known:
-                    # srun has one exit code, which says nothing about one of several ranks.
-                    own = code if by_itself and len(verdict.gone) == 1 else 0
-                    found.append(self._gone(node, rank, own, verdict))
+                    found.append(self._gone(node, rank, ended_by.get(launched), verdict))
         return root_cause(found) if found else None
 
-    def _gone(self, node: str, rank: int, code: int, verdict: Verdict) -> RankFailure:
+    def _gone(
+        self, node: str, rank: int, ended_by: signal.Signals | None, verdict: Verdict
+    ) -> RankFailure:
         """Returns the failure of a rank whose process is away, and which has left no record."""
         ranks = sum(self.allocation.tasks.get(each, 1) for each in self.used)
-        error = "ended without a word"
-        if code > 128 and code - 128 in {number.value for number in signal.Signals}:
-            error = f"was killed by {signal.Signals(code - 128).name}"
+        error = f"was killed by {ended_by.name}" if ended_by else "ended without a word"
         coordinates = failure.coordinates_of(self.keys.layout(ranks), rank)
         return RankFailure(rank, coordinates, node, "", error, verdict.failed_at, "killed")
 

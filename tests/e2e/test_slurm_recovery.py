@@ -8,6 +8,7 @@ the seconds from each loss to the first new step.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -86,6 +87,21 @@ def drained(job: TrainingJob) -> Iterator[None]:
     yield from until_back(job, 2)
 
 
+def struck(job: TrainingJob) -> Iterator[None]:
+    """A rank of the same node crashes twice; then a signal stops the job."""
+    while not job.trains():
+        yield
+    node = job.nodes[1]
+    for strike in (1, 2):
+        while not job.trains() or job.rank_on(node) is None:
+            yield
+        job.kill_rank(node, f"strike {strike}", signal.SIGSEGV)
+        while len(job.first_steps()) < strike + 1:
+            yield
+    job.ask_to_stop()
+    yield from until_back(job, 4)
+
+
 def used_up(job: TrainingJob) -> Iterator[None]:
     while not job.trains():
         yield
@@ -122,6 +138,7 @@ WAVES: list[dict[Story, int]] = [
     {killed: 1, crashed: 1, silent: 1},
     {spare: 1, second: 2, drained: 1},
     {used_up: 0, host: 1, wrong: 1},
+    {struck: 1},
 ]
 
 
@@ -232,6 +249,19 @@ def test_a_drained_node_is_left_out_at_the_next_restart(told: Told) -> None:
     job = told.jobs["drained"]
     assert job.kinds == ["first", "replace", "done"]
     assert not set(job.decisions[1]["nodes"]) & set(job.lost)
+
+
+def test_a_node_with_two_strikes_is_in_no_later_start(told: Told) -> None:
+    """The requeue asks for other nodes, too."""
+    same_result(told, "struck")
+    job = told.jobs["struck"]
+    assert job.kinds == ["first", "same", "replace", "requeue", "first", "done"], account(job)
+    _, same, after, _, again, _ = job.decisions
+    node = same["nodes"][1]
+    assert "was killed by SIGSEGV" in same["sentence"] and "strike 1" in same["sentence"]
+    assert "strike 2" in after["sentence"]
+    assert node not in after["nodes"] and node not in again["nodes"]
+    assert node in again["inputs"]["requeued_for"] and node not in again["inputs"]["nodes"]
 
 
 def test_without_a_spare_the_job_is_queued_again_and_avoids_its_lost_nodes(told: Told) -> None:

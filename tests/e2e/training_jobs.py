@@ -282,11 +282,11 @@ class TrainingJob:
     def note(self, what: str) -> None:
         self.lost[what] = time.time()
 
-    def kill_rank(self, node: str, what: str = "") -> None:
+    def kill_rank(self, node: str, what: str = "", number: signal.Signals = signal.SIGKILL) -> None:
         pid = self.rank_on(node)
         assert pid is not None, f"no rank of {self.name} on {node}"
         self.note(what or node)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     def crash(self, node: str, what: str = "") -> None:
         self.note(what or node)

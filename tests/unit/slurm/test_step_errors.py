@@ -1,0 +1,69 @@
+"""Tests what srun's errors say about the end of its tasks, and that all of them are passed on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from parallel3d.slurm.step_errors import StepErrors, signals_of
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (b"srun: error: h6: task 1: Segmentation fault", {1: signal.SIGSEGV}),
+        (b"srun: error: h6: task 12: Segmentation fault (core dumped)", {12: signal.SIGSEGV}),
+        (b"srun: error: h[5-6]: tasks 0-1,3: Killed", dict.fromkeys((0, 1, 3), signal.SIGKILL)),
+        (b"srun: error: h6: task 1: Exited with exit code 1", {}),
+        (b"parallel3d: rank 0 says srun: error: h6: task 1: Killed", {}),
+        (b"srun: error: h6: task 1-: Killed", {}),
+        (b"srun: error: h6: task 9-1: Killed", {}),
+        (b"srun: error: \xff: task 1: K\xffilled", {}),
+    ],
+)
+def test_a_line_names_the_tasks_that_a_signal_has_ended(
+    line: bytes, found: dict[int, signal.Signals]
+) -> None:
+    assert signals_of(line) == found
+
+
+CODE = """
+import subprocess, sys
+from parallel3d.slurm.step_errors import StepErrors
+
+said = "x" * 100_000 + "\\nsrun: error: a: task 3: Killed\\nend"
+write = f"import sys; sys.stderr.write({said!r})"
+step = subprocess.Popen([sys.executable, "-c", write], stderr=subprocess.PIPE)
+errors = StepErrors(step.stderr)
+step.wait()
+print({rank: number.name for rank, number in errors.join(60).items()})
+"""
+
+
+def test_everything_is_passed_on_and_what_is_said_is_known() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert done.stderr == "x" * 100_000 + "\nsrun: error: a: task 3: Killed\nend"
+    assert done.stdout == "{3: 'SIGKILL'}\n"
+
+
+def test_an_output_that_is_full_does_not_stop_srun() -> None:
+    """srun would wait for ever if nobody read what it writes."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=full)
+    assert done.stdout == b"{3: 'SIGKILL'}\n"
+
+
+def test_a_pipe_that_another_process_holds_is_not_waited_for() -> None:
+    reads, writes = os.pipe()
+    errors = StepErrors(os.fdopen(reads, "rb"))
+    os.write(writes, b"srun: error: a: task 0: Killed\n")
+    for _ in range(600):
+        if found := errors.join(0.1):
+            break
+    assert found == {0: signal.SIGKILL}
+    os.close(writes)
+    errors.join(60)
