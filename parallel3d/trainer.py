@@ -421,7 +421,8 @@ class RankTrainer:
         blueprint, batch = self.blueprint, self.planned_length.sizes.at(self.consumed_samples)
         if batch == self.batch:
             return
-        self._allow_other_operations(from_now_on=True)
+        if (operations := self.groups.world.log) is not None:
+            operations.forget()
         count = batch // (blueprint.micro_batch_size * blueprint.layout.dp)
         forwards = self.forwards
         self.use(self.blueprint.pipeline.schedule(count))
@@ -429,11 +430,11 @@ class RankTrainer:
         self.forwards = forwards
         self.train_batches.resize(count, batch)
 
-    def _allow_other_operations(self, from_now_on: bool = False) -> None:
-        """Tells the operations' log that this step differs from the last one on all ranks."""
-        operations = self.groups.world.log
-        if operations is not None:
-            operations.allow_others(from_now_on)
+    def _allow_other_operations(self) -> None:
+        """Tells the operations' log that all ranks have agreed on the rest of this step."""
+        world = self.groups.world
+        if world.log is not None:
+            world.log.allow_others(world)
 
     def train_step(self) -> StepResult:
         """Runs one optimizer step on the next global batch; collective over the world.

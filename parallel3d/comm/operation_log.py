@@ -129,15 +129,19 @@ class OperationLog:
         self._phase, self._repeats = phase, repeats
         self.progress += 1
 
-    def allow_others(self, from_now_on: bool = False) -> None:
-        """Lets this run of the phase have other operations, as all ranks have agreed.
+    def allow_others(self, agreed: _Group) -> None:
+        """Lets the rest of this run of the phase have other operations, as all ranks have agreed.
 
-        With `from_now_on`, later runs are like this one; otherwise they are like the previous one.
+        Later runs are like the previous one. The ranks agree by this run's newest operation, one of
+        the group `agreed`. A rank that has left it out has decided alone: its operations count.
         """
-        if from_now_on:
-            self._previous.pop(self._phase, None)
-        else:
+        newest = self._notes[-1] if self._notes else None
+        if newest is not None and newest is self.newest.get(agreed.name):
             self._repeats = False
+
+    def forget(self) -> None:
+        """Lets this run of the phase and later ones have other operations than the previous one."""
+        self._previous.pop(self._phase, None)
 
     def start(
         self, group: _Group, name: str, tensor: Tensor, peer: int | None = None

@@ -184,7 +184,7 @@ def test_phases_that_do_not_repeat_hide_no_step() -> None:
 
 def test_a_step_that_all_ranks_skip_is_no_divergence() -> None:
     log = log_of("ab", "a")
-    log.allow_others()
+    log.allow_others(Group(log))
     assert log.divergence() is None
     for _ in range(2):
         log.boundary("train step")
@@ -196,9 +196,16 @@ def test_a_step_that_all_ranks_skip_is_no_divergence() -> None:
     assert str(log.divergence()) == "left out all_reduce of dp (float32[4])"
 
 
+def test_a_rank_that_has_left_out_the_agreement_has_decided_alone() -> None:
+    log = log_of("ab", "")
+    log.allow_others(Group(log))
+    logged(Group(log), "broadcast", torch.zeros(4), Handle).wait()
+    assert str(log.divergence()) == "left out all_reduce of dp (float32[4])"
+
+
 def test_steps_of_another_batch_are_compared_with_one_another() -> None:
     log = log_of("ab", "")
-    log.allow_others(from_now_on=True)
+    log.forget()
     for _ in range(2):
         for _ in range(2):
             logged(Group(log), "all_reduce", torch.zeros(4), Handle).wait()
