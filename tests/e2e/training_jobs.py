@@ -123,7 +123,9 @@ class Cluster:
         for node in (*self.cut, *self.crashed):
             self.repair(node)
         for node in self.drained:
-            self.slurm.call("scontrol", "update", f"nodename={node}", "state=resume")
+            # A node that was called down, too, is usable since it has booted.
+            if "drain" in self.slurm.call("sinfo", "-h", "-n", node, "-o", "%T"):
+                self.slurm.call("scontrol", "update", f"nodename={node}", "state=resume")
         self.drained.clear()
 
     def drain(self, node: str) -> None:
