@@ -21,7 +21,7 @@ from typing import Any
 
 from parallel3d.comm.store import listen_everywhere
 from parallel3d.errors import print_line, readable
-from parallel3d.slurm.messages import Lines, Refusal, message, opened
+from parallel3d.slurm.messages import Lines, Refusal, message, opened, unsent
 from parallel3d.slurm.verdict import (
     BeatLimits,
     LastBeat,
@@ -349,13 +349,11 @@ class Collector:
     def _flush(self, peer: _Peer) -> None:
         if peer.socket.fileno() < 0:
             return
-        try:
-            peer.out = peer.out[peer.socket.send(peer.out) :]
-        except BlockingIOError:
-            pass
-        except OSError:
+        rest = unsent(peer.socket, peer.out)
+        if rest is None:
             self._drop(peer)
             return
+        peer.out = rest
         if len(peer.out) > UNREAD_BYTES:
             self._drop(peer)
         elif peer.is_behind != bool(peer.out):

@@ -25,7 +25,7 @@ from typing import Any
 from parallel3d.comm.store import SECRET
 from parallel3d.faults.progress import START, Seen, make_folder, read
 from parallel3d.host.processes import born, kill, state_letter
-from parallel3d.slurm.messages import Lines, Refusal, message, opened
+from parallel3d.slurm.messages import Lines, Refusal, message, opened, unsent
 from parallel3d.slurm.verdict import GONE_LETTERS, BeatLimits, LastBeat, RankReport
 
 LOOK_AWAKE_S = 1.0  # a longer gap between two looks means that the guard itself was stopped
@@ -234,13 +234,11 @@ class CollectorConnection:
     def _flush(self) -> None:
         if self._socket is None:
             return
-        try:
-            self._out = self._out[self._socket.send(self._out) :]
-        except BlockingIOError:
-            pass
-        except OSError:
+        rest = unsent(self._socket, self._out)
+        if rest is None:
             self.drop()
             return
+        self._out = rest
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
         self.selector.modify(self._socket, wanted, self)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -65,3 +66,13 @@ class Lines:
             yield line
         if len(self._rest) > LONGEST:
             raise Refusal(f"it is longer than {LONGEST} bytes")
+
+
+def unsent(connection: socket.socket, out: bytes) -> bytes | None:
+    """Sends what a connection takes without waiting; returns the rest, or None if it is broken."""
+    try:
+        return out[connection.send(out) :]
+    except BlockingIOError:
+        return out
+    except OSError:
+        return None
