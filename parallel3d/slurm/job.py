@@ -57,7 +57,7 @@ from parallel3d.slurm.guards import (
 )
 from parallel3d.slurm.job_state import JobState, private_folder
 from parallel3d.slurm.smaller import check_shrink, config_of_run, smaller_layouts
-from parallel3d.slurm.step_errors import StepErrors
+from parallel3d.slurm.step_errors import EndedTask, StepErrors, ended_tasks_of
 from parallel3d.slurm.train_keys import TrainKeys, asked
 from parallel3d.slurm.verdict import Verdict
 from parallel3d.text import count
@@ -504,8 +504,9 @@ class Batch:
         self.signals.step = None
         if verdict is not None or step.returncode:
             self._repeat_others(logs)
-        code, ended_by = step.returncode if by_itself else 1, errors.join(LAST_ERRORS_S)
-        return self._ended(code, ended_by, verdict, marker)
+        code = step.returncode if by_itself else 1
+        tasks = ended_tasks_of(errors.join(LAST_ERRORS_S), verdict)
+        return self._ended(code, tasks, verdict, marker)
 
     def _watch(self, step: subprocess.Popen[bytes]) -> Verdict | None:
         """Waits until the ranks have ended, or must be ended, which is the verdict."""
@@ -579,13 +580,13 @@ class Batch:
     def _ended(
         self,
         code: int,
-        ended_by: Mapping[int, signal.Signals],
+        tasks: Mapping[int, EndedTask],
         verdict: Verdict | None,
         marker: Path,
     ) -> StartEnd:
         cause = None
         if code or verdict is not None:
-            cause = self._cause(ended_by, verdict)
+            cause = self._cause(tasks, verdict)
         reached = len(starts_of(self.keys.run_dir / STARTS)) > self.state.steps_begun
         if cause is not None:
             self.times.failed_at = cause.time
@@ -603,34 +604,32 @@ class Batch:
             first=not reached,
         )
 
-    def _cause(
-        self, ended_by: Mapping[int, signal.Signals], verdict: Verdict | None
-    ) -> RankFailure | None:
-        """Returns the failure that caused the others, from the ranks' records and the verdict."""
+    def _cause(self, tasks: Mapping[int, EndedTask], verdict: Verdict | None) -> RankFailure | None:
+        """Returns the failure that caused the others, from all that is known of the ranks."""
         run_dir = self.keys.run_dir
         none: list[RankFailure] = []
         found = within(DISK_S, lambda: failure.read_all(run_dir), none)
+        known = {record.rank for record in found}
+        failed_at = self.times.noticed or time.time()
         if verdict is not None:
-            known = {record.rank for record in found}
+            failed_at = verdict.failed_at
             error = (
                 f"has sent no beat for {verdict.silent_s:.0f} s, and no step has ended for "
                 f"{verdict.still_s:.0f} s"
             )
-            found += [failure.of_node(node, error, verdict.failed_at) for node in verdict.dead]
-            for node, launched in verdict.gone:
-                rank = rank_of_launch(run_dir / PLACEMENT_FILE, launched)
-                if rank not in known:
-                    found.append(self._gone(node, rank, ended_by.get(launched), verdict))
+            found += [failure.of_node(node, error, failed_at) for node in verdict.dead]
+        for launched, task in tasks.items():
+            rank = rank_of_launch(run_dir / PLACEMENT_FILE, launched)
+            if rank not in known:
+                found.append(self._gone(rank, task, failed_at))
         return root_cause(found) if found else None
 
-    def _gone(
-        self, node: str, rank: int, ended_by: signal.Signals | None, verdict: Verdict
-    ) -> RankFailure:
+    def _gone(self, rank: int, task: EndedTask, failed_at: float) -> RankFailure:
         """Returns the failure of a rank whose process is away, and which has left no record."""
         ranks = sum(self.allocation.tasks.get(each, 1) for each in self.used)
-        error = f"was killed by {ended_by.name}" if ended_by else "ended without a word"
+        error = f"was killed by {task.signal.name}" if task.signal else "ended without a word"
         coordinates = failure.coordinates_of(self.keys.layout(ranks), rank)
-        return RankFailure(rank, coordinates, node, "", error, verdict.failed_at, "killed")
+        return RankFailure(rank, coordinates, task.nodes, "", error, failed_at, "killed")
 
     # The end
 

@@ -1,4 +1,4 @@
-"""Copies srun's errors to the job's output, and notes which signals have ended its tasks.
+"""Copies srun's errors to the job's output, and tells which ranks have ended by a signal.
 
 srun's own exit code is that of one task only. Its errors name each task that has failed:
 
@@ -14,35 +14,48 @@ import signal
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO
+from typing import IO, NamedTuple
 
 from parallel3d.errors import UserError
 from parallel3d.files import write_all
+from parallel3d.slurm.verdict import Verdict
 from parallel3d.topology.cluster.slurm import expand_hostlist
 
 STDERR = 2
 LINE_BYTES = 4096  # of a line that has not ended
-TASKS = re.compile(rb"srun: error: \S+: tasks? ([0-9,-]+): ([^()\r]+?)(?: \(core dumped\))?\r?")
+TASKS = re.compile(rb"srun: error: (\S+): tasks? ([0-9,-]+): ([^()\r]+?)(?: \(core dumped\))?\r?")
 SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
+
+
+class EndedTask(NamedTuple):
+    """A rank's task that has ended without leave.
+
+    Attributes:
+        nodes: its node; if srun names several tasks at once, all their nodes, as srun writes them.
+        signal: the signal that has ended it; None if it is not known.
+    """
+
+    nodes: str
+    signal: signal.Signals | None
 
 
 class StepErrors:
     """Reads the errors of one srun in a thread, until srun has ended.
 
     Attributes:
-        signals: the signals that have ended tasks, by the launcher's number of the rank.
+        ended: the tasks that signals have ended, by the launcher's number of the rank.
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
-        self.signals: dict[int, signal.Signals] = {}
+        self.ended: dict[int, EndedTask] = {}
         self._pipe = pipe
         self._thread = threading.Thread(target=self._copy, name="srun's errors", daemon=True)
         self._thread.start()
 
-    def join(self, seconds: float) -> Mapping[int, signal.Signals]:
+    def join(self, seconds: float) -> Mapping[int, EndedTask]:
         """Waits until all is read, but not for long: a lost srun's child may hold the pipe."""
         self._thread.join(seconds)
-        return dict(self.signals)
+        return dict(self.ended)
 
     def _copy(self) -> None:
         rest = b""
@@ -54,16 +67,38 @@ class StepErrors:
                 *lines, rest = (rest + data).split(b"\n")
                 rest = rest[-LINE_BYTES:]
                 for line in lines:
-                    self.signals |= signals_of(line)
+                    self.ended |= ended_tasks(line)
 
 
-def signals_of(line: bytes) -> dict[int, signal.Signals]:
+def ended_tasks(line: bytes) -> dict[int, EndedTask]:
     """Returns the tasks that a line of srun's errors says were ended by a signal."""
     found = TASKS.fullmatch(line)
-    number = SIGNALS.get(found[2].decode("ascii", "replace")) if found is not None else None
+    number = SIGNALS.get(found[3].decode("ascii", "replace")) if found is not None else None
     if found is None or number is None:
         return {}
+    task = EndedTask(found[1].decode("ascii", "replace"), number)
     try:
-        return {int(task): number for task in expand_hostlist(f"[{found[1].decode()}]")}
+        return dict.fromkeys(map(int, expand_hostlist(f"[{found[2].decode()}]")), task)
     except (UserError, ValueError):
         return {}
+
+
+def ended_tasks_of(said: Mapping[int, EndedTask], verdict: Verdict | None) -> dict[int, EndedTask]:
+    """Returns the tasks that have ended without leave, first those that may have ended others.
+
+    If a rank dies, its peers notice at once, and srun may end before a guard has looked. So each
+    signal counts that srun has named, except those with which guards end ranks after a verdict.
+
+    Args:
+        said: what srun has said.
+        verdict: the collector's verdict that ended the start; None without one.
+    """
+    gone = () if verdict is None else verdict.gone
+    found = {
+        launched: EndedTask(node, said[launched].signal if launched in said else None)
+        for node, launched in gone
+    }
+    ends = (signal.SIGKILL, signal.SIGTERM)
+    by_themselves = {n: task for n, task in said.items() if task.signal not in ends}
+    rest = said if verdict is None else {}
+    return found | {n: task for n, task in {**by_themselves, **rest}.items() if n not in found}

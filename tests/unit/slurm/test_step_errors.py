@@ -9,15 +9,22 @@ import sys
 
 import pytest
 
-from parallel3d.slurm.step_errors import StepErrors, signals_of
+from parallel3d.slurm.step_errors import EndedTask, StepErrors, ended_tasks, ended_tasks_of
+from parallel3d.slurm.verdict import Verdict
+
+KILLED = EndedTask("h5", signal.SIGKILL)
+SEGFAULT = EndedTask("h6", signal.SIGSEGV)
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (b"srun: error: h6: task 1: Segmentation fault", {1: signal.SIGSEGV}),
-        (b"srun: error: h6: task 12: Segmentation fault (core dumped)", {12: signal.SIGSEGV}),
-        (b"srun: error: h[5-6]: tasks 0-1,3: Killed", dict.fromkeys((0, 1, 3), signal.SIGKILL)),
+        (b"srun: error: h6: task 1: Segmentation fault", {1: SEGFAULT}),
+        (b"srun: error: h6: task 12: Segmentation fault (core dumped)", {12: SEGFAULT}),
+        (
+            b"srun: error: h[5-6]: tasks 0-1,3: Killed",
+            dict.fromkeys((0, 1, 3), EndedTask("h[5-6]", signal.SIGKILL)),
+        ),
         (b"srun: error: h6: task 1: Exited with exit code 1", {}),
         (b"parallel3d: rank 0 says srun: error: h6: task 1: Killed", {}),
         (b"srun: error: h6: task 1-: Killed", {}),
@@ -26,9 +33,29 @@ from parallel3d.slurm.step_errors import StepErrors, signals_of
     ],
 )
 def test_a_line_names_the_tasks_that_a_signal_has_ended(
-    line: bytes, found: dict[int, signal.Signals]
+    line: bytes, found: dict[int, EndedTask]
 ) -> None:
-    assert signals_of(line) == found
+    assert ended_tasks(line) == found
+
+
+def test_a_signal_counts_that_no_guard_has_seen() -> None:
+    """The peers of a rank that dies notice at once, and srun may end before a guard has looked."""
+    said = {0: KILLED, 1: SEGFAULT}
+    assert [*ended_tasks_of(said, None).items()] == [(1, SEGFAULT), (0, KILLED)]
+
+
+def test_a_rank_that_a_guard_has_ended_is_not_the_cause() -> None:
+    verdict = Verdict(gone=(("h7", 2),))
+    said = {0: KILLED, 1: SEGFAULT}
+    assert ended_tasks_of(said, verdict) == {2: EndedTask("h7", None), 1: SEGFAULT}
+    assert ended_tasks_of(said, Verdict(dead=("h7",))) == {1: SEGFAULT}
+
+
+def test_a_rank_that_a_guard_misses_has_ended_by_the_signal_that_srun_names() -> None:
+    """The guard knows the node, where srun may name several at once."""
+    said = {2: EndedTask("h[6-7]", signal.SIGKILL)}
+    found = ended_tasks_of(said, Verdict(gone=(("h7", 2),)))
+    assert found == {2: EndedTask("h7", signal.SIGKILL)}
 
 
 CODE = """
@@ -40,21 +67,21 @@ write = f"import sys; sys.stderr.write({said!r})"
 step = subprocess.Popen([sys.executable, "-c", write], stderr=subprocess.PIPE)
 errors = StepErrors(step.stderr)
 step.wait()
-print({rank: number.name for rank, number in errors.join(60).items()})
+print({rank: (task.nodes, task.signal.name) for rank, task in errors.join(60).items()})
 """
 
 
 def test_everything_is_passed_on_and_what_is_said_is_known() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stderr == "x" * 100_000 + "\nsrun: error: a: task 3: Killed\nend"
-    assert done.stdout == "{3: 'SIGKILL'}\n"
+    assert done.stdout == "{3: ('a', 'SIGKILL')}\n"
 
 
 def test_an_output_that_is_full_does_not_stop_srun() -> None:
     """srun would wait for ever if nobody read what it writes."""
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=full)
-    assert done.stdout == b"{3: 'SIGKILL'}\n"
+    assert done.stdout == b"{3: ('a', 'SIGKILL')}\n"
 
 
 def test_a_pipe_that_another_process_holds_is_not_waited_for() -> None:
@@ -64,6 +91,6 @@ def test_a_pipe_that_another_process_holds_is_not_waited_for() -> None:
     for _ in range(600):
         if found := errors.join(0.1):
             break
-    assert found == {0: signal.SIGKILL}
+    assert found == {0: EndedTask("a", signal.SIGKILL)}
     os.close(writes)
     errors.join(60)
