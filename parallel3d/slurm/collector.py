@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import resource
 import selectors
@@ -144,6 +145,19 @@ class Collector:
         """Returns what each node's guard last said of its ranks."""
         with self._changed:
             return {node: [RankReport(*r) for r in ranks] for node, ranks in self._reports.items()}
+
+    @property
+    def unguarded(self) -> frozenset[str]:
+        """Returns the nodes that live but have no connection, so that they need a new guard.
+
+        Ranks step together: a step that ends after a node was cut off shows that it lives.
+        """
+        with self._changed:
+            used = self._used or ()
+            beats = [self._beats[node] for node in used if node in self._beats]
+            stepped = max((b.stepped for b in beats if b.stepped is not None), default=-math.inf)
+            since = min(stepped - self._limits.alive, self._clock - self._limits.reconnect)
+            return frozenset(node for node in used if self._closed.get(node, math.inf) < since)
 
     def wait_for_answers(self, seconds: float) -> dict[str, NodeAnswer]:
         """Returns the nodes' answers when all have come, or after `seconds`."""

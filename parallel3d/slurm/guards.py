@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,7 @@ ANSWER_S = 75.0  # the ranks that have ended may hold a GPU's memory for a while
 # A node that is thought lost gets so many seconds, and so many times those of the slowest other.
 LOST_S, LOST_FACTOR = 5.0, 2.0
 LEAVE_S = 3.0  # for steps whose tasks have ended
+REPLACED = 3  # new guards of a node that has lost its guard, in one start
 RECORDS_S, RECORDS_OF_DEAD_S = 10.0, 2.0  # in which ranks may write their records
 
 
@@ -44,31 +46,51 @@ class Guards:
         say: Callable[[str], None],
     ) -> None:
         self.nodes = allocation.nodes
+        self.say = say
         self.collector = Collector(os.environ[SECRET], start, self.nodes, say)
         self.began = time.monotonic()
         places = dict.fromkeys((allocation.host, socket.gethostname(), socket.getfqdn()))
         self.folder = progress.folder(allocation.number, start)
-        words = [
+        self.words = [
             *(sys.executable, "-m", "parallel3d.slurm.guard"),
             *("--collector", ",".join(f"{place}:{self.collector.port}" for place in places)),
             *("--start", str(start), "--job", allocation.number, "--interval", f"{beat_s:g}"),
             *("--progress", self.folder),
         ]
+        self.logs = logs
         self.steps: dict[str, subprocess.Popen[bytes]] = {}
+        self.replaced: Counter[str] = Counter()
         for node in self.nodes:
-            command = commands.on_node(os.environ, node, *words, "--node", node, "--", *self_test)
-            try:
-                with _log(logs / f"guard-{node}.log") as log:
-                    self.steps[node] = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=commands.environment_beside(os.environ),
-                    )
-            except OSError as error:  # as with too many processes
-                say(f"no guard can be started for {node} ({error.strerror})")
+            if not self._start(node, self_test):
                 break
+
+    def _start(self, node: str, self_test: Sequence[str] = ()) -> bool:
+        """Starts a node's guard; returns whether this host could."""
+        words = (*self.words, "--node", node, "--", *self_test)
+        try:
+            with _log(self.logs / f"guard-{node}.log") as log:
+                self.steps[node] = subprocess.Popen(
+                    commands.on_node(os.environ, node, *words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=commands.environment_beside(os.environ),
+                )
+        except OSError as error:  # as with too many processes
+            self.say(f"no guard can be started for {node} ({error.strerror})")
+            return False
+        return True
+
+    def replace_ended(self) -> None:
+        """Starts guards again that have ended while their nodes train on.
+
+        Such a node would count as dead in the next long pause, such as an evaluation.
+        """
+        for node in sorted(self.collector.unguarded):
+            if self._has_ended(node) and self.replaced[node] < REPLACED:
+                self.replaced[node] += 1
+                self.say(f"the guard of {node} has ended, and is started again")
+                self._start(node)
 
     def answers(
         self, lost: frozenset[str], limit_s: float, hurries: Callable[[], bool]
@@ -113,7 +135,7 @@ class Guards:
 def _log(path: Path) -> BinaryIO:
     """Opens a guard's log; a full disk keeps no guard from starting."""
     try:
-        return open(path, "wb")
+        return open(path, "ab")
     except OSError:
         return open(os.devnull, "wb")
 

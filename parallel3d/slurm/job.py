@@ -520,6 +520,7 @@ class Batch:
             verdict = self.guards.wait(1.0)
             if verdict is not None:
                 return verdict
+            self.guards.replace_ended()
             spares = self.guards.collector.dead_spares - self.silent
             if spares & set(self.allocation.nodes):
                 self._give_up(spares & set(self.allocation.nodes))

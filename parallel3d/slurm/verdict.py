@@ -31,6 +31,7 @@ class BeatLimits:
         lonely: a guard without ranks and without a collector leaves after this.
         reconnect: silence of a collector after which its guard connects anew.
         connect: limit of an attempt to connect, and of a connection's first message.
+        alive: a step that ends so much later than a node was cut off shows that the node lives.
         cut: at the end of a start, nobody waits longer for a node whose connection is closed.
         records: patience for ranks that a guard ends by its own decision.
         self_test: limit of a self-test.
@@ -45,6 +46,7 @@ class BeatLimits:
     lonely: float = 10.0
     reconnect: float = 15.0
     connect: float = 5.0
+    alive: float = 1.0
     cut: float = 3.0
     records: float = 2.0
     self_test: float = 120.0

@@ -102,6 +102,21 @@ def struck(job: TrainingJob) -> Iterator[None]:
     yield from until_back(job, 4)
 
 
+def unguarded(job: TrainingJob) -> Iterator[None]:
+    """A guard is killed while the ranks train on; the next one knows of a rank that is killed."""
+    while not job.trains():
+        yield
+    node = job.nodes[1]
+    first = job.guard_on(node)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    while job.guard_on(node) in (None, first):
+        yield
+    job.note("guarded again")
+    job.kill_rank(node)
+    yield from until_back(job, 2)
+
+
 def used_up(job: TrainingJob) -> Iterator[None]:
     while not job.trains():
         yield
@@ -138,7 +153,7 @@ WAVES: list[dict[Story, int]] = [
     {killed: 1, crashed: 1, silent: 1},
     {spare: 1, second: 2, drained: 1},
     {used_up: 0, host: 1, wrong: 1},
-    {struck: 1},
+    {struck: 1, unguarded: 0},
 ]
 
 
@@ -174,7 +189,7 @@ def tell(cluster: Cluster, wave: dict[Story, int]) -> None:
             more.append(f"data.path={text}")
         if story is second:
             more.append("launch.timeout_s=20")  # until the ranks give up to meet
-        cluster.submit(name, 2, spares, *more, slow_s=2.0 if story is spare else 0.5)
+        cluster.submit(name, 2, spares, *more, slow_s=2.0 if story in (spare, unguarded) else 0.5)
     cluster.tell(stories, 60)
     cluster.repair_all()
 
@@ -262,6 +277,14 @@ def test_a_node_with_two_strikes_is_in_no_later_start(told: Told) -> None:
     assert "strike 2" in after["sentence"]
     assert node not in after["nodes"] and node not in again["nodes"]
     assert node in again["inputs"]["requeued_for"] and node not in again["inputs"]["nodes"]
+
+
+def test_a_guard_that_ends_is_started_again_while_the_ranks_train_on(told: Told) -> None:
+    same_result(told, "unguarded")
+    job = told.jobs["unguarded"]
+    assert job.kinds == ["first", "same", "done"], account(job)
+    assert "the guard of" in job.output() and "has ended, and is started again" in job.output()
+    assert "was killed by SIGKILL" in job.decisions[1]["sentence"], account(job)
 
 
 def test_without_a_spare_the_job_is_queued_again_and_avoids_its_lost_nodes(told: Told) -> None:

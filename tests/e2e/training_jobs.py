@@ -270,6 +270,21 @@ class TrainingJob:
                 found.append(int(folder.name))
         return sorted(found)
 
+    def guard_on(self, node: str) -> int | None:
+        """Returns the process of the job's guard on a node, of the newest start."""
+        end = f"\0--node\0{node}\0--\0".encode()
+        own = f"\0--job\0{self.number}\0".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue  # it has just ended
+            is_guard = words.split(b"\0")[1:3] == [b"-m", b"parallel3d.slurm.guard"]
+            if is_guard and own in words and end in words:
+                found.append(int(folder.name))
+        return max(found, default=None)
+
     def sizes(self) -> list[int]:
         """Returns the dp of each start, as starts.jsonl has it."""
         lines = (self.run_dir / "starts.jsonl").read_text().splitlines()

@@ -180,6 +180,28 @@ def test_without_ranks_to_watch_nothing_is_judged(collector: Collector) -> None:
     assert collector.wait(0.4) is None
 
 
+@pytest.mark.parametrize("age", [0.0, 9.0], ids=["they go on", "they stand still"])
+def test_a_node_without_a_connection_needs_a_guard_if_steps_go_on(age: float) -> None:
+    limits = BeatLimits(reconnect=0.2, alive=0.1)
+    with contextlib.closing(Collector(SECRET.decode(), START, ["a", "b"], limits=limits)) as found:
+        found.watch(["a", "b"])
+        guards = {node: Played(found) for node in ("a", "b")}
+        for node, guard in guards.items():
+            guard.send(node, ranks=[rank()])
+            guard.heard()
+        assert found.unguarded == frozenset()
+        guards["a"].socket.close()
+        for _ in range(10):
+            time.sleep(0.05)
+            guards["b"].send("b", ranks=[[1, "S", "stepping", 3, age, 0.5]])
+            guards["b"].heard()
+        assert found.unguarded == (frozenset() if age else {"a"})
+        again = Played(found)
+        again.send("a", ranks=[rank()])
+        again.heard()
+        assert found.unguarded == frozenset()
+
+
 def test_waits_end_by_a_signal_handlers_word(collector: Collector) -> None:
     for wait in (collector.wait, collector.wait_for_answers):
         threading.Timer(0.1, collector.wake).start()

@@ -11,6 +11,7 @@ import pytest
 
 from parallel3d.comm.store import SECRET
 from parallel3d.errors import UserError
+from parallel3d.slurm.collector import Collector
 from parallel3d.slurm.commands import (
     TIMED_OUT,
     Allocation,
@@ -218,6 +219,23 @@ def test_guards_start_although_their_logs_cannot_be_written(
     guards = Guards(job, 1, 5.0, ["true"], tmp_path / "missing", print)
     assert guards.steps.keys() == set(job.nodes)
     assert guards.end(0.0) == frozenset(job.nodes)
+
+
+def test_a_guard_that_has_ended_is_started_again_a_few_times(
+    slurm: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(srun="")
+    monkeypatch.setenv(SECRET, "secret")
+    monkeypatch.setattr(Collector, "unguarded", frozenset({"n3"}))
+    said: list[str] = []
+    guards = Guards(Allocation.of(FOUR), 1, 5.0, ["true"], tmp_path, said.append)
+    first = dict(guards.steps)
+    for _ in range(5):
+        guards.steps["n3"].wait()
+        guards.replace_ended()
+    assert said == ["the guard of n3 has ended, and is started again"] * 3
+    assert {node for node in first if guards.steps[node] is not first[node]} == {"n3"}
+    guards.end(0.0)
 
 
 def test_a_job_goes_on_if_the_host_cannot_start_a_guard_for_each_node(
