@@ -415,6 +415,8 @@ def _with_nodes(inputs: Inputs, standing: _Standing) -> Decision:
     # A node with strikes is only left out if another takes its place.
     stays = run.nodes if run is not None else inputs.nodes
     out = [node for node in standing.out if node in standing.lost or node not in stays]
+    # Those that Slurm itself takes away, as before a maintenance, are not misjudged.
+    out = [node for node in out if not LOST_STATE.search(inputs.states.get(node, "").upper())]
     if len(out) * 2 > standing.sound:
         number = f"{len(out)} of {count(standing.sound, 'node')}"
         if ended is None and inputs.answers is not None:

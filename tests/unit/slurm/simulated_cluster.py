@@ -427,13 +427,13 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     # The evidence
     members = [*nodes, *(name for name in used if name not in nodes)]
     outs = {name for name in members if ledger.is_out(name, now, days)}
+    taken = {name for name in nodes if inputs.states.get(name) in BAD_STATES}  # by Slurm
     if "nothing has failed yet" in decision.sentence:
         assert ended is None
-        new = [name for name in members if name not in outs and name in truth.lost]
+        new = [name for name in members if name not in outs | taken and name in truth.lost]
         assert len(new) * 2 > len(members) - len(outs), "bad nodes are used although few are"
-        by_state = {name for name in nodes if inputs.states.get(name) in BAD_STATES}
-        down = {name for name in by_state if "DOWN" in inputs.states[name]}
-        truth = replace(truth, lost=frozenset(by_state), silent=frozenset(down))
+        down = {name for name in taken if "DOWN" in inputs.states[name]}
+        truth = replace(truth, lost=frozenset(taken), silent=frozenset(down))
     struck = {name for name in truth.struck if name not in truth.lost and name in nodes}
     if truth.by_loss and truth.lost & set(used):
         struck = set()
@@ -449,7 +449,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
             ledger.strikes.setdefault(name, []).append(now)
     else:
         assert decision.history == {}, "it is not the nodes"
-        new = [name for name in members if name not in outs and name in truth.lost | struck]
+        new = [name for name in members if name not in outs | taken and name in truth.lost | struck]
         assert len(new) * 2 > len(members) - len(outs), "stopped although few nodes were lost"
         return
     barred = {name for name in nodes if ledger.is_barred(name, now, days)}
@@ -458,7 +458,7 @@ def check(job: Job, inputs: Inputs, truth: Truth, decision: Decision) -> None:
     good = [name for name in usable if name not in barred | twice]
     unbarred = [name for name in usable if name not in barred]
     left = set(members) - set(decision.nodes if decision.action == "run" else unbarred)
-    new = {name for name in left - outs if name in truth.lost | twice}
+    new = {name for name in left - outs - taken if name in truth.lost | twice}
     assert len(new) * 2 <= len(members) - len(outs), "over half of the nodes are left out at once"
     # The counts
     in_row = job.starts_without_progress

@@ -331,6 +331,14 @@ def test_many_lost_nodes_at_once_stop_the_run_and_are_not_kept() -> None:
     assert decide(half).action == "requeue", "two of the other four"
 
 
+def test_a_job_whose_nodes_are_drained_is_queued_again() -> None:
+    drained = dict.fromkeys(NODES[2:], "MIXED+DRAIN")
+    found = decide(after(BOOM, states=drained))
+    assert (found.action, found.exclude) == ("requeue", NODES[2:])
+    assert decide(after(BOOM, states=drained, answers=without("node1"))).action == "requeue"
+    assert decide(before(states=drained)).action == "requeue"
+
+
 def test_a_job_whose_nodes_hardly_answer_at_first_starts_anyway() -> None:
     """A slow disk must not end a job that has waited in the queue; nothing has failed yet."""
     found = decide(before(answers=without(*NODES[2:])))
