@@ -45,6 +45,8 @@ from parallel3d.checkpoint.hf.families import (
 from parallel3d.checkpoint.hf.layers import read_layers, wanted_layers, written_layers
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.checkpoint.hf.rope import (
+    NEW,
+    OLD,
     POSITIONS,
     kept_rope,
     read_rope,
@@ -396,7 +398,9 @@ def with_kept(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, A
     if kept.get(TYPE) == config[TYPE]:
         found |= {key: kept[key] for key in family.kept if key in kept}
         if family.multimodal:
-            found |= {key: {**found[key], **value} for key, value in kept_rope(kept).items()}
+            # transformers reads rope_scaling, if there is one, in place of rope_parameters.
+            shares = kept_rope(kept).get(NEW, {})
+            found |= {key: {**found[key], **shares} for key in (NEW, OLD) if key in found}
     return found
 
 

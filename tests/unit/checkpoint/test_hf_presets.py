@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.checkpoint.hf.config import from_hf
+from parallel3d.checkpoint.hf.config import from_hf, kept_keys, to_hf, with_kept
 from parallel3d.checkpoint.init_from import model_from
 from parallel3d.cli.overrides import presets
 from parallel3d.commands.recipes import recipe
@@ -840,3 +840,15 @@ def test_a_null_that_may_mean_no_positions_or_the_default_is_refused() -> None:
     with pytest.raises(UserError, match="rope_parameters=null without rope_theta"):
         from_hf({"model_type": "olmo_hybrid", "rope_parameters": None})
     assert from_hf({"model_type": "olmo3", "rope_parameters": None}).keys["rotary_base"] == 5e5
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "yarn", "factor": 4.0}])
+def test_an_export_has_the_shares_of_images_in_the_object_that_readers_take(
+    scaling: dict[str, Any],
+) -> None:
+    """With a scaling, transformers takes rope_scaling in place of rope_parameters."""
+    config = QWEN3_5 | {"rope_parameters": QWEN3_5["rope_parameters"] | scaling}
+    model, kept = ModelConfig(**from_hf(config).keys), kept_keys(config)
+    written = with_kept(to_hf(model, "bf16", "qwen3_5_text"), kept)
+    assert kept_keys(written)["rope_parameters"] == kept["rope_parameters"]
+    assert from_hf(written).keys == from_hf(config).keys
