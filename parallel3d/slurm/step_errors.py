@@ -24,6 +24,7 @@ from parallel3d.topology.cluster.slurm import expand_hostlist
 STDERR = 2
 LINE_BYTES = 4096  # of a line that has not ended
 TASKS = re.compile(rb"srun: error: (\S+): tasks? ([0-9,-]+): ([^()\r]+?)(?: \(core dumped\))?\r?")
+ENDS = (signal.SIGKILL, signal.SIGTERM)  # with which guards and srun end ranks
 SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
@@ -88,17 +89,31 @@ def ended_tasks_of(said: Mapping[int, EndedTask], verdict: Verdict | None) -> di
 
     If a rank dies, its peers notice at once, and srun may end before a guard has looked. So each
     signal counts that srun has named, except those with which guards end ranks after a verdict.
+    A rank that aborts may have lost a peer: NCCL and gloo abort ranks for a fault of another one.
 
     Args:
         said: what srun has said.
         verdict: the collector's verdict that ended the start; None without one.
     """
-    gone = () if verdict is None else verdict.gone
-    found = {
-        launched: EndedTask(node, said[launched].signal if launched in said else None)
-        for node, launched in gone
-    }
-    ends = (signal.SIGKILL, signal.SIGTERM)
-    by_themselves = {n: task for n, task in said.items() if task.signal not in ends}
-    rest = said if verdict is None else {}
-    return found | {n: task for n, task in {**by_themselves, **rest}.items() if n not in found}
+    gone: dict[int, EndedTask] = {}
+    found = said
+    if verdict is not None:
+        for node, launched in verdict.gone:
+            gone[launched] = EndedTask(node, said[launched].signal if launched in said else None)
+        # Guards end nobody before a rank is gone, and srun names tasks in the order of their ends.
+        before = min((place for place, n in enumerate(said) if n in gone), default=0)
+        found = {
+            n: task
+            for place, (n, task) in enumerate(said.items())
+            if place < before or task.signal not in ENDS
+        }
+    silent = {n: task for n, task in gone.items() if n not in found}
+    found = silent | {n: gone.get(n, task) for n, task in found.items()}
+
+    def order(launched: int) -> int:
+        number = found[launched].signal
+        if launched in gone and number != signal.SIGABRT:
+            return 0
+        return 2 if number in (*ENDS, signal.SIGABRT) else 1
+
+    return {launched: found[launched] for launched in sorted(found, key=order)}

@@ -51,6 +51,28 @@ def test_a_rank_that_a_guard_has_ended_is_not_the_cause() -> None:
     assert ended_tasks_of(said, Verdict(dead=("h7",))) == {1: SEGFAULT}
 
 
+ABORTED = EndedTask("h7", signal.SIGABRT)
+
+
+@pytest.mark.parametrize(
+    ("said", "gone", "cause"),
+    [
+        ({1: KILLED, 2: ABORTED}, None, 1),  # by lack of memory; NCCL then aborts its peer
+        ({2: ABORTED, 1: KILLED}, None, 2),  # srun has ended a rank that was left
+        ({1: KILLED, 2: ABORTED}, [2], 1),  # another node's guard looked first
+        ({2: ABORTED, 1: SEGFAULT}, [2], 1),
+        ({2: ABORTED, 1: SEGFAULT}, [1, 2], 1),
+        ({2: ABORTED, 1: KILLED}, [2], 2),  # a guard has ended a rank that was left
+        ({1: KILLED}, [2], 2),
+    ],
+)
+def test_a_rank_that_aborts_may_have_lost_the_one_that_is_the_cause(
+    said: dict[int, EndedTask], gone: list[int] | None, cause: int
+) -> None:
+    verdict = None if gone is None else Verdict(gone=tuple(("h7", rank) for rank in gone))
+    assert next(iter(ended_tasks_of(said, verdict))) == cause
+
+
 def test_a_rank_that_a_guard_misses_has_ended_by_the_signal_that_srun_names() -> None:
     """The guard knows the node, where srun may name several at once."""
     said = {2: EndedTask("h[6-7]", signal.SIGKILL)}
