@@ -148,16 +148,20 @@ def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Pa
     """Returns the checkpoints to remove.
 
     The newest `keep` checkpoints stay, as do all whose step is a multiple of `keep_every`. Saves by
-    time rarely meet a multiple, so the first checkpoint from each multiple on stays.
+    time rarely meet a multiple, so the first checkpoint from each multiple on stays, also when the
+    run goes on with saves by steps. A checkpoint that these have made is a multiple of `every`.
     """
     listed, every = list(newest_first), settings.keep_every
     old = listed[settings.keep :]
     if not every:
         return old
-    if not settings.is_timed:
-        return [p for p in old if step_of(p) % every != 0]
     before = [*map(step_of, listed[settings.keep + 1 :]), 0]
-    return [p for p, step in zip(old, before, strict=False) if step_of(p) // every == step // every]
+
+    def stays(step: int, before: int) -> bool:
+        may_be_by_time = settings.is_timed or step % settings.every != 0
+        return step % every == 0 or (may_be_by_time and step // every > before // every)
+
+    return [p for p, step in zip(old, before, strict=False) if not stays(step_of(p), step)]
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:

@@ -11,7 +11,7 @@ import pickle
 import random
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -303,13 +303,21 @@ def test_kept_are_the_last_few_and_every_nth(tmp_path: Path) -> None:
 
 def test_with_saves_by_time_the_first_from_each_multiple_is_kept() -> None:
     """Every save removes what has expired, so the rule is applied again and again."""
-    settings = CheckpointConfig(every="10min", keep=1, keep_every=100)
     there: list[int] = []
-    for step in (40, 95, 105, 130, 180, 310, 320, 400, 410, 999):
-        there = [step, *there]
-        gone = {step_of(p) for p in expired([Path(step_folder(s)) for s in there], settings)}
-        there = [step for step in there if step not in gone]
-    assert there == [999, 400, 310, 105]
+
+    def save_at(settings: CheckpointConfig, steps: Iterable[int]) -> list[int]:
+        for step in steps:
+            there.insert(0, step)
+            gone = {step_of(p) for p in expired([Path(step_folder(s)) for s in there], settings)}
+            there[:] = [step for step in there if step not in gone]
+        return there
+
+    by_time = CheckpointConfig(every="10min", keep=1, keep_every=100)
+    steps = (40, 95, 105, 130, 180, 310, 320, 400, 410, 999)
+    assert save_at(by_time, steps) == [999, 400, 310, 105]
+    # They stay when the run goes on with saves by steps.
+    by_steps = CheckpointConfig(every=50, keep=1, keep_every=100)
+    assert save_at(by_steps, range(1050, 1301, 50)) == [1300, 1200, 1100, 999, 400, 310, 105]
 
 
 @pytest.mark.parametrize("place", ["write", "fsync", "manifest", "rename"])
