@@ -39,7 +39,7 @@ from parallel3d.metrics.recovery_log import RecoveryLine
 
 STARTS = "starts.jsonl"
 # a damaged line raises one of these
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 MOST_AHEAD_S = 5.0  # a clock that is more ahead is wrong, and its gaps are unknown
 # seconds of one start, by activity
 SUMS = ("evaluation_s", "checkpoint_s", "skipped_s", "rolled_back_s")
@@ -119,10 +119,10 @@ def starts_of(path: Path) -> list[Start]:
                     int(row.get("saves", 0)),
                     _number(row, "first_step_s"),
                 )
-                start.status = row.get("status")
+                start.status = str(row["status"]) if "status" in row else None
             else:
                 found.append(_start(row))
-        except (*DAMAGED, IndexError, RecursionError):
+        except (*DAMAGED, IndexError):
             continue
     return found
 

@@ -252,8 +252,10 @@ def test_the_page_has_a_map_of_layers_and_experts(runs: Path) -> None:
 
 def test_the_page_of_a_run_without_starts_and_of_one_without_a_line(runs: Path) -> None:
     (runs / "<whole>" / "starts.jsonl").unlink()
+    shutil.copy(runs / "resumed" / "placement.json", runs / "<whole>")
     old = read_run(runs, "<whole>")
-    assert (old.state, old.starts) == ("finished", [])
+    assert (old.state, old.starts, len(old.ranks)) == ("finished", [], 2)
+    assert "finished" in page_of([old], MARK)
     (runs / "resumed" / "metrics.jsonl").unlink()
     (runs / "resumed" / "placement.json").write_text("{torn")
     empty = read_run(runs, "resumed")

@@ -51,7 +51,8 @@ def report(arguments: Sequence[str]) -> int:
         )
     to = given.get("to", "report.html")
     check_free("to", to, MARK, MADE_BY)
-    from parallel3d.commands.report.page import DAMAGED, RunRecord, page_of, read_run
+    from parallel3d.commands.report.page import RunRecord, page_of, read_run
+    from parallel3d.metrics.starts import DAMAGED
 
     folder = Path(given.get("runs_dir", Config().runs_dir))
 

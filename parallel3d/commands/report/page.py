@@ -34,6 +34,7 @@ from parallel3d.metrics.loggers import NAMES, figures_of
 from parallel3d.metrics.lost_time import NAMES_OF_CAUSES
 from parallel3d.metrics.screen import NAMES_OF_PARTS
 from parallel3d.metrics.starts import (
+    DAMAGED,
     PARTS,
     STARTS,
     Goodput,
@@ -55,8 +56,6 @@ from parallel3d.run_config import Config, saved_tree
 from parallel3d.text import duration, si
 
 COLUMNS = 1000  # maximum number of points of a curve on the page
-# These exceptions are raised while a damaged line or file is read.
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 STEP_FIGURES = {key: NAMES[key] for key in ("loss", "grad_norm", "lr", "tokens_per_s")}
 LOSS = NAMES["loss"]
 LOAD = "experts/load"
@@ -401,7 +400,8 @@ def _layout_words(run: RunRecord) -> str:
     layout: dict[str, int] = next(
         (s["layout"] for s in reversed(run.starts) if s.get("layout")), {}
     )
-    return _dims(layout) + (f" = {layout['world_size']} ranks" if len(run.ranks) > 1 else "")
+    ranks = layout.get("world_size") if len(run.ranks) > 1 else None
+    return _dims(layout) + (f" = {ranks} ranks" if ranks else "")
 
 
 def _dims(layout: Mapping[str, int]) -> str:

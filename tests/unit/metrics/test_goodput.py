@@ -12,7 +12,7 @@ from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.recovery_log import Cause, RecoveryLine, append
 from parallel3d.metrics.screen import failures_words
-from parallel3d.metrics.starts import Goodput, goodput, starts_of
+from parallel3d.metrics.starts import SUMS, Goodput, goodput, starts_of
 from parallel3d.models.keys import ModelConfig
 from parallel3d.run_config import Config
 
@@ -143,6 +143,11 @@ def test_goodput_of_starts_by_older_versions(tmp_path: Path) -> None:
     assert start.begun == start.at == start.account
     found = goodput([start], 30.0, start.begun + 60.0)
     assert isinstance(found, Goodput) and found.value == 0.5
+    broken = [old | {"first_step": 1e400}, old | {"begun": 10**400}, {"account": 10**400}]
+    odd = {"account": 1e9, "step": 2, **dict.fromkeys(SUMS, 0.0), "status": ["finished"]}
+    path.write_text("\n".join(map(json.dumps, [old, *broken, odd])))
+    (start,) = starts_of(path)
+    assert start.account == 1e9 and hash(start.status)
     assert goodput([], 1.0) is None and starts_of(tmp_path / "none") == []
 
 
