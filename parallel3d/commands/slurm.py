@@ -114,6 +114,8 @@ def _repeat(run_dir: Path) -> int:
     from parallel3d.slurm.decide import replayed
 
     found = replayed(recovery_log.read(run_dir))
+    if not found:
+        print(f"{run_dir.name}: {recovery_log.RECOVERY} has no decision of a Slurm job")
     for each in found:
         print(each.sentence())
     return int(any(each.differs for each in found))

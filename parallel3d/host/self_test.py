@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 LIMIT_S = 15.0  # until the answer …
 COMPUTE_S = 10.0  # … or until this after a slow import of torch …
 LEFTOVER_S = 45.0  # … and so much longer if a GPU's memory is still held by ranks that end
+LONGEST_S = 3600.0  # that may be given as the limit
 WARM_S = 120.0  # the import of torch may go on for so long after the answer
 POLL_S = 2.0
 HELD = 2 << 30  # bytes in use on a GPU that no process computes on
@@ -542,13 +543,26 @@ def _try_folder(tell: Tell, folder: Path | None) -> None:
             tell({"shared": f"{folder} cannot be written ({error.strerror})"})
 
 
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 0")
+    return int(text)
+
+
+def _limit(text: str) -> float:
+    with suppress(ValueError):
+        if 1 <= float(text) <= LONGEST_S:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} must be a number of seconds from 1 to {LONGEST_S:g}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the answer of this node as one line of JSON, and returns 0 whatever it is."""
     parser = argparse.ArgumentParser(prog="parallel3d slurm self-test", description=main.__doc__)
-    parser.add_argument("--gpus", type=int, help="number of GPUs that the node must have")
+    parser.add_argument("--gpus", type=_whole_number, help="number of GPUs that the node must have")
     parser.add_argument("--folder", type=Path, help="a folder that must be there, such as runs/")
     parser.add_argument("--warm", action="store_true", help="import torch even without GPUs")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds until the answer")
+    parser.add_argument("--limit-s", type=_limit, default=LIMIT_S, help="seconds until the answer")
     words = parser.parse_args(argv)
     answer = self_test(SelfTest(words.gpus, words.folder, words.warm, words.limit_s))
     sys.stdout.write(f"{answer.line()}\n")

@@ -61,6 +61,8 @@ def test_nodes_expire_by_the_runs_own_key(
 
 
 def test_decide_repeats_the_decisions(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert slurm(["decide", "web"]) == 0
+    assert capsys.readouterr().out == "web: recovery.jsonl has no decision of a Slurm job\n"
     lines = [line_of(inputs, decide(inputs)) for inputs in (before(), after(BOOM))]
     for line in lines:
         assert recovery_log.append(run_dir, line, silent)

@@ -265,6 +265,17 @@ def test_waiting_for_leftovers_moves_the_limit(monkeypatch: pytest.MonkeyPatch) 
     assert not late.ok and "the driver did not answer" in late.why
 
 
+@pytest.mark.parametrize(
+    "words", [("--limit-s", "nan"), ("--limit-s", "inf"), ("--limit-s=-1",), ("--gpus=-2",)]
+)
+def test_limits_that_test_nothing_are_refused(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        self_test.main(words)
+    assert ended.value.code == 2 and "must be a" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_prints_one_line_and_leaves_0(tmp_path: Path) -> None:
     """With a part that prints: its words must not mix with the answer."""
