@@ -302,6 +302,23 @@ def note_earlier(run_dir: Path) -> None:
     recovery_log.append(run_dir, line, print_line)
 
 
+def note_end(failed: RankFailure, run_dir: Path) -> None:
+    """Appends to `recovery.jsonl` that nobody starts a run again that has begun."""
+    starts, now = run_dir / STARTS, time.time()
+    if not os.path.isfile(starts):
+        return
+    line = RecoveryLine(
+        at=now,
+        start=len(starts_of(starts)) + 1,
+        decision="stop",
+        sentence=failed.sentence(),
+        cause=Cause(failed.kind, failed.host, failed.rank, failed.error),
+        failed_at=failed.time,
+        seconds={"detect": max(0.0, now - failed.time)},
+    )
+    recovery_log.append(run_dir, line, print_line)
+
+
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Returns the failure that caused the others; `failures` must not be empty."""
     found = list(failures)

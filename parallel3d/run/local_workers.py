@@ -113,7 +113,7 @@ class Restarts:
         failed_at, now = min(failed.time, noticed), time.time()
         line = RecoveryLine(
             at=now,
-            start=self.count + 1,
+            start=self.count + 1 if decision == "same" else self.count + 2,
             decision=decision,
             sentence=sentence,
             cause=Cause(failed.kind, failed.host, failed.rank, failed.error),

@@ -92,7 +92,10 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str, work: Work | N
             return _after(worker, _work(app, config, worker, work))
         except Exception as error:
             failed = failure.from_exception(config, worker, error)
-            return report_end(failure.write(failed, error, run_dir), run_dir)
+            failed = failure.write(failed, error, run_dir)
+            if has_steps(app, config.train):
+                failure.note_end(failed, run_dir)
+            return report_end(failed, run_dir)
 
 
 def _after(worker: Worker, code: int) -> int:
