@@ -340,6 +340,8 @@ def _nearest_to(key: Key, value: Any) -> Any:
         return _nearest_words(key, value, lambda w: _is_rank(w) if words is RANKS else w in words)
     if key.holds == INTERVAL and isinstance(value, str):
         return nearest_interval(value, key.default)
+    if key.holds == INTERVAL and isinstance(value, float) and math.isfinite(value):
+        value = round(value)
     if not _has_type(value, key.kind):
         return key.default
     if key.item is not None and not all(_has_type(item, key.item) for item in value):

@@ -78,6 +78,7 @@ def stages(given: dict[Any, Any]) -> dict[str, Any]:
 BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     # checks of one key at a time
     ({"checkpoint.every": -1}, None, ["checkpoint.every=-1", "nearest is checkpoint.every=0"]),
+    ({"checkpoint.every": 1e3}, None, ["every=1000.0 must", "nearest is checkpoint.every=1000"]),
     ({"checkpoint.every": "10m"}, None, ["=10m must be", "nearest is checkpoint.every=10min"]),
     ({"checkpoint.every": "autp"}, None, ["10min, 90s or 2h", "nearest is checkpoint.every=auto"]),
     (
