@@ -69,10 +69,11 @@ class SaveClock:
     def is_due(self) -> bool:
         """Returns whether to save after this step, whose end is near.
 
-        The nearer one of the two steps around the end of the interval is taken.
+        The nearer one of the two steps around the end of the interval is taken. Before auto knows
+        an interval, a further save would wait for the one in flight, and measure that.
         """
         if self.interval_s is None:
-            return self._steps + 1 >= FIRST_STEPS
+            return self._delay is None and self._steps + 1 >= FIRST_STEPS
         return self._clock() - self._since + self._step_s / 2 >= self.interval_s
 
     def after_step(self, seconds: float, save_s: float, *, saved: bool, writes: bool) -> None:

@@ -107,6 +107,13 @@ def test_auto_saves_first_after_ten_steps_and_says_once_what_it_chose_and_why() 
     assert len(loop.said) == 2 and "every 39.2 min" in loop.said[1]
 
 
+def test_auto_measures_its_first_save_to_the_end_before_the_next_one() -> None:
+    loop = Loop(None, mean_s=DAY)
+    for _ in range(600):
+        loop.step(0.5, 0.2, 60.0)
+    assert loop.saves[1] - loop.saves[0] == pytest.approx(math.sqrt(2 * 0.2 * DAY), rel=0.01)
+
+
 def test_the_median_of_saves_counts_so_that_one_slow_save_changes_little() -> None:
     loop = Loop(None)
     for number in range(3000):
