@@ -60,7 +60,9 @@ class Cost(NamedTuple):
 
     def is_failure(self, cause: str) -> bool:
         """Returns whether this is the cost of failures; one without a trace has lost steps."""
-        return cause not in ("requeue", "user", "unknown") or self.seconds.get("lost", 0.0) > 0
+        if cause in ("requeue", "unknown"):
+            return self.seconds.get("lost", 0.0) > 0
+        return cause != "user"
 
     def row(self) -> dict[str, Any]:
         """Returns plain data for JSON: phases that took no time are left out."""

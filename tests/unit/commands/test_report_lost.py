@@ -88,3 +88,5 @@ def test_a_run_on_one_node_without_a_failure_looks_as_before() -> None:
     (head, row) = cells(lost_time(spent, starts, 264.0, 1, 8))  # a requeue, and no model
     assert row[0] == "requeue" and "noticing" not in head
     assert "saves and failures" in lost_time(undisturbed, starts, 264.0, 8, 64)
+    chosen = spent._replace(costs={"user": Cost(1, {"lost": 2.0, "queue": 3600.0})})
+    assert "saves and failures" not in lost_time(chosen, starts, 264.0, 1, 8)
