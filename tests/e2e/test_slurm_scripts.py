@@ -132,13 +132,17 @@ def test_only_failures_of_other_ranks_are_repeated_from_the_end_of_their_logs(
     assert job(shell, tools, TRAIN, "run=r", CODE="2").err.count("X failed") == 1
 
 
+@pytest.mark.parametrize("train", ["python my_train.py", "box python my_train.py"])
 def test_a_script_of_the_users_own_is_run_in_place_of_the_command(
-    shell: Shell, tools: Path
+    shell: Shell, tools: Path, train: str
 ) -> None:
+    """In a container there is no srun, so the batch process runs outside of it."""
     (tools / "python").symlink_to(tools / "parallel3d")
-    ended = job(shell, tools, TRAIN, "tp=2", "run=r", PARALLEL3D_TRAIN="python my_train.py")
+    (tools / "box").write_text('#!/bin/bash\n[[ $* == *" slurm "* ]] || exec "$@"\nexit 1\n')
+    (tools / "box").chmod(0o755)
+    ended = job(shell, tools, TRAIN, "tp=2", "run=r", PARALLEL3D_TRAIN=train)
     assert (ended.code, ended.err) == (0, "")
-    assert words_of_ranks(shell) == ["python", "my_train.py", "tp=2", "run=r"]
+    assert words_of_ranks(shell) == [*train.split(), "tp=2", "run=r"]
 
 
 @pytest.mark.parametrize("whose", ["somebody else's", "everybody's", "a link"])
