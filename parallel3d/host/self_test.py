@@ -25,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -494,7 +493,9 @@ def _loses_bits(device: torch.device, nbytes: int, pattern: int) -> bool:
 def _try_space(tell: Tell) -> None:
     tell({"stage": "asking for free space"})
     free = {}
-    for folder in dict.fromkeys((tempfile.gettempdir(), "/dev/shm")):
+    # tempfile.gettempdir would pass over a folder that is full.
+    own = os.environ.get("TMPDIR", "")
+    for folder in (own if os.path.isdir(own) else "/tmp", "/dev/shm"):
         if not os.path.isdir(folder) or _is_shared(folder):
             continue
         free[folder] = shutil.disk_usage(folder).free

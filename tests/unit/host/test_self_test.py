@@ -153,7 +153,7 @@ def test_full_disks_and_bad_memory_of_the_node(
         folder.mkdir(parents=True)
     mounts.write_text("none / ext4 rw 0 0\nserver:/tmp /tmp nfs4 rw 0 0\nnone /dev/shm tmpfs rw\n")
     (counter / "ue_count").write_text("0\n")
-    monkeypatch.setattr(self_test.tempfile, "gettempdir", lambda: "/tmp/of/me")
+    monkeypatch.setenv("TMPDIR", "/tmp")
     assert told(self_test._try_space) == ([], [])
     usage = type("Usage", (), {"free": 5_000_000})
     monkeypatch.setattr(self_test.shutil, "disk_usage", lambda _: usage)
@@ -164,6 +164,10 @@ def test_full_disks_and_bad_memory_of_the_node(
         "the host's memory has 2 uncorrected errors",
     ]
     assert not shared
+    mounts.write_text("none / ext4 rw 0 0\n")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # also if nothing can be written there any more
+    monkeypatch.setattr(self_test.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0}))
+    assert f"{tmp_path} of this node is full: 0 MB are free" in told(self_test._try_space)[0]
 
 
 def stubs(monkeypatch: pytest.MonkeyPatch, **parts: Callable[..., None]) -> None:
