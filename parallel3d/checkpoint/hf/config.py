@@ -431,8 +431,9 @@ def from_hf(config: dict[str, Any]) -> HFConfig:
         value = keys.get(theirs, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
     most = ModelConfig.__dataclass_fields__["num_layers"].metadata["maximum"]
-    if found["num_layers"] > most:  # checked before building lists with an entry per layer
-        raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
+    if not 1 <= found["num_layers"] <= most:  # checked before lists have an entry per layer
+        theirs = "n_layer" if kind == GPT2 else "num_hidden_layers"
+        raise keys.error(theirs, found["num_layers"], f"it must be from 1 to {most}")
     for key, of in family.kept.items():
         keys.get(key, None, of)
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)

@@ -298,11 +298,14 @@ def test_invalid_hf_index_is_refused(tmp_path: Path, index: str) -> None:
         next(tensors_of(tmp_path, ModelConfig(), "gpt2"))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "smollm3", "gpt2"])
-def test_no_list_is_made_of_very_many_layers(kind: str) -> None:
+@pytest.mark.parametrize("layers", [10**12, 0, -1])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3_moe", "gemma3_text", "smollm3", "gpt2", "olmo_hybrid"]
+)
+def test_no_list_is_made_of_very_many_layers_or_of_none(kind: str, layers: int) -> None:
     key = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    with pytest.raises(UserError, match="num_hidden_layers=1000000000000, which our model cannot"):
-        from_hf({"model_type": kind, key: 10**12})
+    with pytest.raises(UserError, match=f"has {key}={layers}, .*: it must be from 1 to 4096"):
+        from_hf({"model_type": kind, key: layers})
 
 
 def test_the_number_of_hf_layers_is_bounded_by_the_files(tmp_path: Path) -> None:
