@@ -158,7 +158,7 @@ def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Pa
     before = [*map(step_of, listed[settings.keep + 1 :]), 0]
 
     def stays(step: int, before: int) -> bool:
-        may_be_by_time = settings.is_timed or step % settings.every != 0
+        may_be_by_time = settings.is_timed or not settings.every or step % settings.every != 0
         return step % every == 0 or (may_be_by_time and step // every > before // every)
 
     return [p for p, step in zip(old, before, strict=False) if not stays(step_of(p), step)]

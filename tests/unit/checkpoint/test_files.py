@@ -295,6 +295,8 @@ def test_kept_are_the_last_few_and_every_nth(tmp_path: Path) -> None:
     paths = [Path(step_folder(step)) for step in range(100, 0, -10)]
     gone = {int(p.name[5:]) for p in expired(paths, settings)}
     assert set(range(10, 101, 10)) - gone == {30, 60, 90, 100}
+    never = CheckpointConfig(every=0, keep=2, keep_every=30)
+    assert expired(paths, never) == expired(paths, settings)
     saver = one_rank(tmp_path, keep=1, keep_every=4)
     for step in range(2, 11, 2):
         assert save(saver, step) == SaveResult()
