@@ -23,7 +23,9 @@ from parallel3d.comm.store import put
 from parallel3d.errors import UserError
 from parallel3d.host.devices import DeviceChoice, HostError, device_of_rank, gpu_of_rank
 from parallel3d.library.init import init
+from parallel3d.metrics import recovery_log
 from parallel3d.run import agreement, local_workers, rendezvous, worker
+from parallel3d.run.failure import note_earlier
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run_config import Config, check_config
@@ -220,6 +222,23 @@ def test_world_of_one_on_a_gpu_has_an_index_too(
     assert worker.run_alone("bench comm", Config(dp=1), tmp_path, "cuda") == 1
     module.set_device.assert_called_once_with(torch.device("cuda:0"))
     assert recorded_start["device_id"] == torch.device("cuda:0")
+
+
+def test_the_end_of_a_run_on_one_rank_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody starts it again, so the time until the next start is the user's."""
+
+    def fail(*_: object) -> str:
+        raise OSError("odd")
+
+    monkeypatch.setattr(worker, "device_of_rank", fail)
+    monkeypatch.setattr(worker, "one_host_environment", lambda environ: {})
+    (tmp_path / "starts.jsonl").touch()
+    assert worker.run_alone("train", Config(), tmp_path, "cpu") == 1
+    note_earlier(tmp_path)
+    (line,) = recovery_log.read(tmp_path)
+    assert (line.decision, line.cause and line.cause.error) == ("stop", "OSError: odd")
 
 
 def test_rank_on_the_cpu_starts_gloo_without_a_device(

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from parallel3d.metrics.recovery_log import Cause, read
-from parallel3d.run import worker
-from parallel3d.run.failure import RankFailure, note_earlier
+from parallel3d.run.failure import RankFailure
 from parallel3d.run.local_workers import Restarts
-from parallel3d.run_config import Config
 
 
 def failed(error: str, kind: str = "error", phase: str = "train step 7") -> RankFailure:
@@ -74,20 +72,3 @@ def test_decisions_about_a_run_that_has_begun_are_recorded(restarts: Restarts) -
     assert again.cause == Cause("killed", "here", 2, "was killed by SIGKILL")
     assert (again.failed_at, again.seconds["detect"]) == (1.0, 2.5) and again.seconds["end"] > 0
     assert again.sentence.endswith("restart 2 of 2 from step 5")
-
-
-def test_the_end_of_a_run_on_one_rank_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody starts it again, so the time until the next start is the user's."""
-
-    def fail(*_: object) -> str:
-        raise OSError("odd")
-
-    monkeypatch.setattr(worker, "device_of_rank", fail)
-    monkeypatch.setattr(worker, "one_host_environment", lambda environ: {})
-    (tmp_path / "starts.jsonl").touch()
-    assert worker.run_alone("train", Config(), tmp_path, "cpu") == 1
-    note_earlier(tmp_path)
-    (line,) = read(tmp_path)
-    assert (line.decision, line.cause and line.cause.error) == ("stop", "OSError: odd")
