@@ -745,9 +745,13 @@ def _match(
                 f"requires {required}"
             )
         if there.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            unless = ""
+            if there.get_dtype() == "F8_E4M3":
+                unless = f", unless {key}{SCALE} lies beside it and {QUANTIZED} of config.json "
+                unless += "has quant_method=fp8"
             raise UserError(
                 f"from={folder}: {key} is of type {there.get_dtype()}; it must be one of F64, "
-                "F32, F16, BF16"
+                f"F32, F16, BF16{unless}"
             )
         keys[tensor.name] = place
     used = {place.key for place in keys.values()}

@@ -238,6 +238,18 @@ def test_a_number_in_fp8_is_refused_by_its_name() -> None:
             dequantized(Path("hf"), where, Quantization("fp8"))
 
 
+@pytest.mark.parametrize("about", [None, {"quant_method": "fp8"}])
+def test_a_weight_in_fp8_without_its_scale_is_refused_by_what_is_missing(about: Any) -> None:
+    name, sizes = "model.embed_tokens.weight", {"vocab_size": 61, "num_hidden_layers": 1}
+    Path("hf").mkdir()
+    save_file({name: torch.ones(61, 4096).to(FP8)}, "hf/model.safetensors")
+    config = {"model_type": "llama", "quantization_config": about, **sizes}
+    Path("hf/config.json").write_text(json.dumps(config))
+    said = f"{name} is of type F8_E4M3; .* unless {name}_scale_inv lies beside it and quantization_"
+    with pytest.raises(UserError, match=said):
+        read(Path("hf"))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("changes", "said"),
