@@ -83,6 +83,7 @@ DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 # Bytes, enough for some 140,000 tensors; a model with 94 layers of 128 experts has 36,946 tensors.
 LARGEST_HEADER = 16 << 20
 EXPERT = ".experts."
+READ = ("F64", "F32", "F16", "BF16")  # types of tensors
 POINTER = b"version https://git-lfs"  # start of a file whose content was not downloaded
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
 
@@ -410,6 +411,8 @@ def _has_own_head(
                 f"from={folder}: {head} has shape {shapes[0]}, but {embedding}, to which "
                 f"config.json ties it, has {shapes[1]}"
             )
+        if any(where[key].get_slice(key).get_dtype() not in READ for key in keys):
+            return True  # such types cannot be compared; `_match` refuses them
         weights, table = (where[key].get_tensor(key) for key in keys)
         return not bool((weights == table).all())
 
@@ -744,14 +747,14 @@ def _match(
                 f"from={folder}: {key} has shape {tuple(there.get_shape())}, but config.json "
                 f"requires {required}"
             )
-        if there.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+        if there.get_dtype() not in READ:
             unless = ""
             if there.get_dtype() == "F8_E4M3":
                 unless = f", unless {key}{SCALE} lies beside it and {QUANTIZED} of config.json "
                 unless += "has quant_method=fp8"
             raise UserError(
-                f"from={folder}: {key} is of type {there.get_dtype()}; it must be one of F64, "
-                f"F32, F16, BF16{unless}"
+                f"from={folder}: {key} is of type {there.get_dtype()}; it must be one of "
+                f"{', '.join(READ)}{unless}"
             )
         keys[tensor.name] = place
     used = {place.key for place in keys.values()}

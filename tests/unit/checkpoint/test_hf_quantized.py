@@ -19,11 +19,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from parallel3d.checkpoint.hf.config import from_hf
 from parallel3d.checkpoint.hf.dequantize import dequantized, from_fp8, from_mxfp4
 from parallel3d.checkpoint.hf.folder import HFFolder, keep_rest, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.names import hf_tensors
 from parallel3d.checkpoint.hf.quantization import Quantization, take_quantization
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
+from parallel3d.models.keys import ModelConfig
 from tests.huggingface import DIALECTS, EXPERTS, GROUPED, read, save_model
 
 FP8 = torch.float8_e4m3fn
@@ -239,12 +242,24 @@ def test_a_number_in_fp8_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("about", [None, {"quant_method": "fp8"}])
-def test_a_weight_in_fp8_without_its_scale_is_refused_by_what_is_missing(about: Any) -> None:
-    name, sizes = "model.embed_tokens.weight", {"vocab_size": 61, "num_hidden_layers": 1}
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_weight_in_fp8_without_its_scale_is_refused_by_what_is_missing(
+    name: str, about: Any
+) -> None:
+    """A head to which config.json ties the embedding is of another type than that."""
+    config = {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": True}
+    config |= {
+        "hidden_size": 32,
+        "vocab_size": 61,
+        "intermediate_size": 8,
+        "num_attention_heads": 4,
+    }
+    shapes = {t.name: t.shape for t in hf_tensors(ModelConfig(**from_hf(config).keys), "llama")}
+    tensors = {key: torch.ones(shape) for key, shape in (shapes | {name: (61, 32)}).items()}
+    tensors[name] = tensors[name].to(FP8)
     Path("hf").mkdir()
-    save_file({name: torch.ones(61, 4096).to(FP8)}, "hf/model.safetensors")
-    config = {"model_type": "llama", "quantization_config": about, **sizes}
-    Path("hf/config.json").write_text(json.dumps(config))
+    save_file(tensors, "hf/model.safetensors")
+    Path("hf/config.json").write_text(json.dumps(config | {"quantization_config": about}))
     said = f"{name} is of type F8_E4M3; .* unless {name}_scale_inv lies beside it and quantization_"
     with pytest.raises(UserError, match=said):
         read(Path("hf"))
