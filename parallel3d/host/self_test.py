@@ -49,7 +49,8 @@ LONGEST_S = 3600.0  # that may be given as the limit
 WARM_S = 120.0  # the import of torch may go on for so long after the answer
 POLL_S = 2.0
 HELD = 2 << 30  # bytes in use on a GPU that no process computes on
-LEAST_SPACE = 64 << 20  # free bytes of a node's own folders
+# Free bytes of a node's own folders; the whole /dev/shm of a container may have 64 MiB.
+LEAST_SPACE = 16 << 20
 SMI_S = 10.0
 FELL_OFF = 15  # the exit code of nvidia-smi for a GPU that has fallen off the bus
 STARTING = "starting"
