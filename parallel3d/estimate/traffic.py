@@ -622,7 +622,8 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.is_tied_to_another:
         numel = bucket_numel([rank.table], rank) // rank.shards
         if rank.blueprint.data.zero > 1:
-            numel = sharded_numel(rank.table, rank.shards)
+            most = sharded_numel(rank.table, rank.shards)  # the last shards may have fewer rows
+            numel = max(0, min(most, rank.table.numel - most * (rank.data_rank % rank.shards)))
         table = numel * rank.grad_item
         yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "rendezvous of the tied ranks")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")

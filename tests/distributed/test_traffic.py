@@ -190,6 +190,7 @@ FULL_NORM = {**QWEN3, "model.qk_norm_width": "full"}
 GATHER_QK = {"attention": "gather_qk"}
 UNTIED = {"model.tie_embeddings": False}
 REPLICATED = {"model.embedding": "replicated"}
+ODD_TABLE = {"model.vocab_size": 31, "model.vocab_multiple": 1}  # its last shard has fewer rows
 HEADS, RING = {"style": "heads", **LLAMA}, {"style": "ring", **LLAMA}
 MUON = {"optim": "muon", **LLAMA}
 LOOPS = {"schedule": "interleaved", "vpp": 2, "model.num_layers": 5}
@@ -346,7 +347,7 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "tp4 muon": (Layout(tp=4), MUON),
         "dp4 muon zero2": (Layout(dp=4), MUON | {"zero": 2}),
         "pp2 dp2 v zero3": (Layout(pp=2, dp=2), V | {"zero": 3}),
-        "pp2 dp2 loops zero2": (Layout(pp=2, dp=2), LOOPS | {"zero": 2}),
+        "pp2 dp2 loops zero2": (Layout(pp=2, dp=2), LOOPS | {"zero": 2, **ODD_TABLE}),
         "tp2 pp2 v frozen": (Layout(tp=2, pp=2), V | FIRST),
         "pp2 dp2 v zero3 frozen": (Layout(pp=2, dp=2), V | {"zero": 3, **FIRST}),
         "tp2 pp2 loops slices frozen": (Layout(tp=2, pp=2), LOOPS | {"slices": True, **FIRST}),
