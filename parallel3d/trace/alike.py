@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 DEPTH = 4  # of objects within objects
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # what torch keeps in each module, such as its hooks
 
 
 def facts_of(module: nn.Module, number: int) -> list[Any]:
@@ -28,8 +29,14 @@ def facts_of(module: nn.Module, number: int) -> list[Any]:
     for path, each, methods in every:
         for name, value in vars(each).items():
             may_be_number = bool(methods) and type(value) is int and value == number
-            if not name.startswith("_") and not (may_be_number and name not in read):
+            # What a torch class keeps for itself follows from its sizes.
+            counts = name not in OF_EVERY_MODULE if methods else not name.startswith("_")
+            if counts and not (may_be_number and name not in read):
                 found.append((path, name, _facts(value, DEPTH)))
+            elif name.endswith(("ward_hooks", "ward_pre_hooks")):  # forward or backward
+                found.append((path, name, _facts([*value.values()], DEPTH)))
+        buffers = each.named_buffers(recurse=False)
+        found += [(path, name, _facts(buffer, DEPTH)) for name, buffer in buffers]
         found += [(path, _facts(method, DEPTH)) for method in methods]
     return found
 

@@ -85,6 +85,18 @@ def test_blocks_that_hold_something_else_are_not(one: Any, other: Any) -> None:
     assert not alike(closing(0, one), closing(1, other))
 
 
+def test_what_a_module_keeps_out_of_sight_tells_blocks_apart() -> None:
+    assert alike(Block(0, _window=5), Block(1, _window=5))
+    assert not alike(Block(0, _window=5), Block(1, _window=6))
+    buffered, hooked = ([Block(number) for number in range(3)] for _ in range(2))
+    for size, block in zip((2, 2, 3), buffered, strict=True):
+        block.register_buffer("mask", torch.zeros(size))
+    for times, block in zip((2, 2, 3), hooked, strict=True):
+        block.linear.register_forward_hook(lambda _, __, y, times=times: y * times)
+    for blocks in (buffered, hooked):
+        assert alike(*blocks[:2]) and not alike(*blocks)
+
+
 def test_functions_made_alike_count_as_equal() -> None:
     assert alike(*(Block(number, held=lambda x: x + 1) for number in range(3)))
     assert not alike(*(Block(number, held=lambda x, n=number: x + n) for number in range(3)))
