@@ -25,15 +25,16 @@ STDERR = 2
 LINE_BYTES = 4096  # of a line that has not ended
 TASKS = re.compile(rb"srun: error: (\S+): tasks? ([0-9,-]+): ([^()\r]+?)(?: \(core dumped\))?\r?")
 ENDS = (signal.SIGKILL, signal.SIGTERM)  # with which guards and srun end ranks
+EXITED = re.compile(r"Exited with exit code [0-9]+")
 SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 class EndedTask(NamedTuple):
-    """A rank's task that has ended without leave.
+    """A rank's task that has failed.
 
     Attributes:
         nodes: its node; if srun names several tasks at once, all their nodes, as srun writes them.
-        signal: the signal that has ended it; None if it is not known.
+        signal: the signal that has ended it; None if it has exited, or if that is not known.
     """
 
     nodes: str
@@ -44,7 +45,7 @@ class StepErrors:
     """Reads the errors of one srun in a thread, until srun has ended.
 
     Attributes:
-        ended: the tasks that signals have ended, by the launcher's number of the rank.
+        ended: the tasks that have failed, by the launcher's number of the rank, in srun's order.
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -72,10 +73,13 @@ class StepErrors:
 
 
 def ended_tasks(line: bytes) -> dict[int, EndedTask]:
-    """Returns the tasks that a line of srun's errors says were ended by a signal."""
+    """Returns the tasks that a line of srun's errors says have failed."""
     found = TASKS.fullmatch(line)
-    number = SIGNALS.get(found[3].decode("ascii", "replace")) if found is not None else None
-    if found is None or number is None:
+    if found is None:
+        return {}
+    end = found[3].decode("ascii", "replace")
+    number = SIGNALS.get(end)
+    if number is None and EXITED.fullmatch(end) is None:
         return {}
     task = EndedTask(found[1].decode("ascii", "replace"), number)
     try:
@@ -96,24 +100,25 @@ def ended_tasks_of(said: Mapping[int, EndedTask], verdict: Verdict | None) -> di
         verdict: the collector's verdict that ended the start; None without one.
     """
     gone: dict[int, EndedTask] = {}
-    found = said
+    found = {n: task for n, task in said.items() if task.signal is not None}
+    places = {n: place for place, n in enumerate(said)}
+    before = 0
     if verdict is not None:
         for node, launched in verdict.gone:
             gone[launched] = EndedTask(node, said[launched].signal if launched in said else None)
         # Guards end nobody before a rank is gone, and srun names tasks in the order of their ends.
-        before = min((place for place, n in enumerate(said) if n in gone), default=0)
+        before = min((place for n, place in places.items() if n in gone), default=0)
         found = {
-            n: task
-            for place, (n, task) in enumerate(said.items())
-            if place < before or task.signal not in ENDS
+            n: task for n, task in found.items() if places[n] < before or task.signal not in ENDS
         }
-    silent = {n: task for n, task in gone.items() if n not in found}
-    found = silent | {n: gone.get(n, task) for n, task in found.items()}
+    found |= gone
 
-    def order(launched: int) -> int:
-        number = found[launched].signal
-        if launched in gone and number != signal.SIGABRT:
-            return 0
-        return 2 if number in (*ENDS, signal.SIGABRT) else 1
+    def order(launched: int) -> tuple[int, int]:
+        place, number = places.get(launched, -1), found[launched].signal
+        if number == signal.SIGABRT:
+            return 2, place
+        if launched in gone or 0 <= place < before:
+            return 0, place
+        return (2 if number in ENDS else 1), place
 
     return {launched: found[launched] for launched in sorted(found, key=order)}

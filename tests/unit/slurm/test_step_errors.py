@@ -25,16 +25,15 @@ SEGFAULT = EndedTask("h6", signal.SIGSEGV)
             b"srun: error: h[5-6]: tasks 0-1,3: Killed",
             dict.fromkeys((0, 1, 3), EndedTask("h[5-6]", signal.SIGKILL)),
         ),
-        (b"srun: error: h6: task 1: Exited with exit code 1", {}),
+        (b"srun: error: h6: task 1: Exited with exit code 1", {1: EndedTask("h6", None)}),
+        (b"srun: error: h6: task 1: Exited", {}),
         (b"parallel3d: rank 0 says srun: error: h6: task 1: Killed", {}),
         (b"srun: error: h6: task 1-: Killed", {}),
         (b"srun: error: h6: task 9-1: Killed", {}),
         (b"srun: error: \xff: task 1: K\xffilled", {}),
     ],
 )
-def test_a_line_names_the_tasks_that_a_signal_has_ended(
-    line: bytes, found: dict[int, EndedTask]
-) -> None:
+def test_a_line_names_the_tasks_that_have_failed(line: bytes, found: dict[int, EndedTask]) -> None:
     assert ended_tasks(line) == found
 
 
@@ -51,7 +50,7 @@ def test_a_rank_that_a_guard_has_ended_is_not_the_cause() -> None:
     assert ended_tasks_of(said, Verdict(dead=("h7",))) == {1: SEGFAULT}
 
 
-ABORTED = EndedTask("h7", signal.SIGABRT)
+ABORTED, EXITED = EndedTask("h7", signal.SIGABRT), EndedTask("h7", None)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +59,10 @@ ABORTED = EndedTask("h7", signal.SIGABRT)
         ({1: KILLED, 2: ABORTED}, None, 1),  # by lack of memory; NCCL then aborts its peer
         ({2: ABORTED, 1: KILLED}, None, 2),  # srun has ended a rank that was left
         ({1: KILLED, 2: ABORTED}, [2], 1),  # another node's guard looked first
+        ({1: KILLED, 2: EXITED}, [2], 1),  # so it did, as the peer of that rank ended at once
+        ({1: KILLED, 2: EXITED}, [1, 2], 1),
+        ({2: EXITED, 1: KILLED}, [2], 2),
+        ({1: KILLED, 2: EXITED}, None, 1),
         ({2: ABORTED, 1: SEGFAULT}, [2], 1),
         ({2: ABORTED, 1: SEGFAULT}, [1, 2], 1),
         ({2: ABORTED, 1: KILLED}, [2], 2),  # a guard has ended a rank that was left
