@@ -293,7 +293,8 @@ def lose_nodes(found: Answers, slurm: Slurm, net: Rails) -> None:
         (found.folder / f"{job}.down").touch()
     for job in LASTING:
         wait_for(lambda job=job: "last" in found.of(job), 30 * PATIENCE, f"the end of {job}")
-    wait_for(lambda: "old-srun-ended" in found.of("shrunk"), 30 * PATIENCE, "the old srun")
+    for key in ("old-srun-ended", "twice"):
+        wait_for(lambda key=key: key in found.of("shrunk"), 30 * PATIENCE, f"{key} of shrunk")
     wait_for(lambda: slurm.jobs()[numbers["ended"]].state in OVER, 30 * PATIENCE, "the end")
     wait_for(lambda: "BadConstraints" in reasons(slurm), 60 * PATIENCE, "the queued job")
     jobs = slurm.jobs()
